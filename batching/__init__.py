@@ -1,0 +1,1 @@
+"""Rows, step plans and the runner that executes them on MLX."""

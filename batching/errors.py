@@ -1,0 +1,29 @@
+"""The root of every error a user can see, and those that rows raise."""
+
+
+class MlxdError(Exception):
+    """Base of all errors of mlxd. `code` is stable and goes over the wire; the message names value and limit."""
+
+    code = "internal"
+
+
+class InvalidParamError(MlxdError):
+    """A request's parameter is outside its range."""
+
+    code = "invalid_param"
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field} is {value!r}; it must be {allowed}")
+        self.field = field
+
+
+class InvalidPromptError(MlxdError):
+    """A prompt is empty or has token ids outside the vocabulary."""
+
+    code = "invalid_prompt"
+
+
+class ModelError(MlxdError):
+    """A model folder cannot be loaded or served; the message says which file or which layer kind."""
+
+    code = "model"

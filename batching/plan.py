@@ -1,0 +1,96 @@
+"""What one step computes, and what came of it."""
+
+from dataclasses import dataclass, field
+
+from mlxd.batching.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Positions [start, end) of a row, none of which yields a token.
+
+    The last known position of a row is never in a chunk: its decode step computes it and yields the next token.
+    `end` is computed from the row's own tokens alone, so a sibling never moves it.
+    """
+
+    row: Row
+    start: int
+    end: int
+    tokens: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEntry:
+    """One position of a row: feed its input token, write K and V at `position`, draw output token `output_index`.
+
+    `token` is the input token where the host knows it (first step after a prefill or a resume); None: the token that
+    this row's previous step drew, which is still on the device.
+    """
+
+    row: Row
+    position: int
+    output_index: int
+    token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward over all rows; built by Scheduler.schedule, never changed after.
+
+    Attributes:
+        step_id: 1, 2, 3, ...
+        decode: rows that draw a token, in joining order.
+        prefill: chunks, at most one a row; run after `decode`, none of their rows is in it.
+        scrub: per group, pages to zero before anything is written.
+        left: ids of rows that were in an earlier plan and will be in no later one.
+    """
+
+    step_id: int
+    decode: tuple[DecodeEntry, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
+    scrub: tuple[tuple[int, ...], ...] = ()
+    left: tuple[int, ...] = ()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of the drawn token and of the likeliest ones, of the model's own distribution."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """One row's outcome: a token, or a fault that ends this row alone (`fault` is an error code)."""
+
+    row_id: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of one StepPlan.
+
+    Attributes:
+        rows: one a DecodeEntry, in plan order.
+        prefill_faults: row id -> error code, rows whose chunk failed alone.
+        decode_s, prefill_s: device time as seen by the host; 0 where there was no such part.
+        compiled: whether the decode part ran compiled.
+    """
+
+    rows: tuple[RowResult, ...]
+    prefill_faults: dict[int, str] = field(default_factory=dict)
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    compiled: bool = False

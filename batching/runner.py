@@ -1,0 +1,77 @@
+"""The seam between deciding and computing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlxd.batching.plan import StepPlan, StepResult
+from mlxd.caches.sizing import MemoryPlan
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    @property
+    def plan(self) -> StepPlan: ...
+
+    def wait(self) -> StepResult:
+        """Block until the step's tokens are there. Called once, in launch order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What a loaded runner says of itself; shown by `mlxd status` and in the hello reply.
+
+    Attributes:
+        max_batch: rows it may step together; 1 for a model that failed the ragged self-test.
+        notes: human-readable facts (device, BLAS, chosen attention by row bucket, why a model is not batched).
+    """
+
+    model: str
+    vocab_size: int
+    memory: MemoryPlan
+    max_batch: int
+    eos_token_ids: frozenset[int]
+    device: str
+    compiled: bool
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerCounters:
+    """Monotonic counts, and the memory the runner's library reports, in bytes."""
+
+    graph_compiles: int = 0
+    graph_retraces: int = 0
+    graph_failures: int = 0
+    compiled_steps: int = 0
+    eager_steps: int = 0
+    buckets: tuple[str, ...] = ()
+    memory_active_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_cache_bytes: int = 0
+
+
+class Runner(Protocol):
+    """Executes plans. Made, used and closed on the engine thread alone.
+
+    Between two `launch` calls at most one earlier step is still unwaited.
+    """
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a step; returns before its tokens exist. Raises only where no row can go on."""
+        ...
+
+    def counters(self) -> RunnerCounters: ...
+
+    def close(self) -> None:
+        """Give up arrays and streams; the engine thread's last call."""
+        ...
+
+
+Progress = Callable[[str, float], None]
+"""Called with a stage name and the share of it done, 0 to 1."""

@@ -1,0 +1,1 @@
+"""Cache kinds, their pages and the ledger that counts their bytes."""

@@ -1,0 +1,65 @@
+"""One row's pages in one group."""
+
+from mlxd.caches.page_pool import PagePool
+from mlxd.caches.sizing import GroupSpec
+
+
+class PageTable:
+    """Physical page ids that hold one row's positions, oldest first.
+
+    Logical page i holds positions [i * page_size, (i + 1) * page_size).
+
+        [0, first_page)                      given back (a sliding window moved past them)
+        [first_page, first_page + len(pages))  held
+    """
+
+    __slots__ = ("_pool", "first_page", "pages", "spec", "version")
+
+    def __init__(self, spec: GroupSpec, pool: PagePool) -> None:
+        self.spec = spec
+        self._pool = pool
+        self.pages: list[int] = []
+        self.first_page = 0
+        self.version = 0
+        """Changes whenever `pages` or `first_page` do, so that device copies know when they are stale."""
+
+    @property
+    def start(self) -> int:
+        """First position held."""
+        return self.first_page * self.spec.page_size
+
+    @property
+    def end(self) -> int:
+        """One past the last position that has room."""
+        return (self.first_page + len(self.pages)) * self.spec.page_size
+
+    def pages_short(self, end: int) -> int:
+        """Pages to allocate before positions up to `end` (exclusive) have room."""
+        return max(0, -(-end // self.spec.page_size) - self.first_page - len(self.pages))
+
+    def grow(self, end: int) -> None:
+        """Give positions up to `end` (exclusive) room.
+
+        Raises:
+            PoolExhaustedError: nothing was taken.
+        """
+        short = self.pages_short(end)
+        if short:
+            self.pages += self._pool.allocate(short)
+            self.version += 1
+
+    def release_before(self, position: int) -> None:
+        """Give back the pages that no query at `position` or later reads."""
+        drop = min(self.spec.first_live_page(position) - self.first_page, len(self.pages))
+        if drop > 0:
+            self._pool.release(self.pages[:drop])
+            del self.pages[:drop]
+            self.first_page += drop
+            self.version += 1
+
+    def clear(self) -> None:
+        """Give every page back and start at position 0 again."""
+        self._pool.release(self.pages)
+        self.pages = []
+        self.first_page = 0
+        self.version += 1

@@ -1,0 +1,130 @@
+"""How many pages and bytes a row of a given length needs, per layer group."""
+
+from dataclasses import dataclass
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Layers of one cache kind; they share page tables, so one page id names a page in each of them.
+
+    Attributes:
+        name: stable and readable, "full" or "sliding:512"; metric label and `mlxd check` row.
+        layers: indexes into the model's cache list.
+        window: None for full attention; else a position attends to itself and the `window - 1` before it.
+        page_size: positions a page holds.
+        bytes_per_token: bytes one more position of one row costs, K and V, over all `layers`.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    window: int | None
+    page_size: int
+    bytes_per_token: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.bytes_per_token
+
+    def pages_for(self, num_tokens: int, chunk: int) -> int:
+        """Most pages a row ever holds at once while it grows to `num_tokens`, prefilled `chunk` at a time.
+
+        A sliding group holds the pages that touch the last `window` positions (at most
+        ceil(window / page_size) + 1, since the window may begin inside a page) plus the chunk being written.
+        """
+        pages = _ceil_div(num_tokens, self.page_size)
+        if self.window is None:
+            return pages
+        return min(pages, _ceil_div(self.window, self.page_size) + 1 + _ceil_div(chunk, self.page_size))
+
+    def first_live_page(self, position: int) -> int:
+        """Logical index of the oldest page that a query at `position` still reads."""
+        if self.window is None:
+            return 0
+        return max(0, position - self.window + 1) // self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A group and the pages its pool gets, page 0 (scratch) not counted."""
+
+    spec: GroupSpec
+    num_pages: int
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.num_pages * self.spec.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the daemon will hold: printed by `mlxd check`, followed by the pools and the ledger.
+
+    Attributes:
+        weights_bytes: the model's parameters as loaded.
+        budget_bytes: what the configuration gives to KV.
+        max_rows: rows the batch may hold.
+        max_model_len: prompt plus generated positions a row may reach.
+        chunk: prefill chunk in tokens.
+    """
+
+    weights_bytes: int
+    budget_bytes: int
+    max_rows: int
+    max_model_len: int
+    chunk: int
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all pools; never above `budget_bytes`. Each pool's scratch page comes on top."""
+        return sum(group.capacity_bytes for group in self.groups)
+
+
+def plan_memory(
+    specs: tuple[GroupSpec, ...],
+    *,
+    budget_bytes: int,
+    weights_bytes: int,
+    max_rows: int,
+    max_model_len: int,
+    chunk: int,
+) -> MemoryPlan:
+    """Share `budget_bytes` out between the groups' pools.
+
+    Bounded (sliding) groups get what `max_rows` rows of full length need, or their proportional share of the
+    budget where that does not fit; full-attention groups get the rest, capped at the same need.
+
+    Raises:
+        ValueError: the budget does not hold one row of one token.
+    """
+    need = {s.name: s.pages_for(max_model_len, chunk) for s in specs}
+    row_bytes = sum(need[s.name] * s.page_bytes for s in specs)
+    rows = min(float(max_rows), budget_bytes / row_bytes)
+    pages: dict[str, int] = {}
+    left = budget_bytes
+    for spec in sorted(specs, key=lambda s: (s.window is None, s.name)):
+        if spec.window is None:
+            share = need[spec.name] * spec.page_bytes / max(
+                1, sum(need[s.name] * s.page_bytes for s in specs if s.window is None)
+            )
+            count = int(left * share) // spec.page_bytes
+        else:
+            count = int(rows * need[spec.name])
+            left -= count * spec.page_bytes
+        pages[spec.name] = min(count, max_rows * need[spec.name])
+    plan = MemoryPlan(
+        weights_bytes=weights_bytes,
+        budget_bytes=budget_bytes,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        chunk=chunk,
+        groups=tuple(GroupPlan(s, pages[s.name]) for s in specs),
+    )
+    smallest = sum(s.page_bytes for s in specs)
+    if any(group.num_pages < 1 for group in plan.groups):
+        raise ValueError(f"a KV budget of {budget_bytes} bytes holds no page of each group ({smallest} bytes)")
+    return plan

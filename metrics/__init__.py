@@ -1,0 +1,1 @@
+"""Counters, histograms and the exporter that serves them."""

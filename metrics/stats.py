@@ -1,0 +1,95 @@
+"""Plain facts a step or a request leaves behind; what they become is the recorder's business."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TenantGauges:
+    """One tenant's live state."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_reserved_bytes: int = 0
+    service: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Left by every step, after its tokens were read.
+
+    Attributes:
+        decode_rows: rows that drew a token.
+        prefill_tokens: prompt positions computed, by tenant.
+        generated_tokens: tokens drawn and kept, by tenant.
+        step_s: from launch to tokens read; decode_s and prefill_s are its device parts.
+        join_s, leave_s: host time spent on rows that entered or left in this step; 0 where none did.
+        token_gaps_s: time since each row's previous token.
+        preemptions: rows preempted while this step was planned, by reason.
+    """
+
+    decode_rows: int
+    prefill_tokens: dict[str, int]
+    generated_tokens: dict[str, int]
+    step_s: float
+    decode_s: float
+    prefill_s: float
+    join_s: float
+    leave_s: float
+    joined: int
+    left: int
+    token_gaps_s: tuple[float, ...]
+    preemptions: dict[str, int]
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Left by every accepted request at its end.
+
+    Attributes:
+        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "failed" or "draining".
+        queue_s: arrival to the latest start of its prefill; None where it never started.
+        first_token_s: arrival to first token; None where it gave none.
+    """
+
+    tenant: str
+    outcome: str
+    prompt_tokens: int
+    generated_tokens: int
+    queue_s: float | None
+    first_token_s: float | None
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine's state after a step, replaced whole; readers on other threads keep the old one.
+
+    Times are of the engine's monotonic clock. `last_step_at` 0.0 means no step yet.
+    """
+
+    state: str = "starting"
+    now: float = 0.0
+    last_step_at: float = 0.0
+    steps: int = 0
+    waiting: int = 0
+    running: int = 0
+    prefilling: int = 0
+    prefill_tokens_left: int = 0
+    tenants: dict[str, TenantGauges] = field(default_factory=dict)
+    kv_used_bytes: int = 0
+    kv_reserved_bytes: int = 0
+    kv_capacity_bytes: int = 0
+    pages: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Group name -> (held, total)."""
+    graph_compiles: int = 0
+    graph_retraces: int = 0
+    graph_failures: int = 0
+    compiled_steps: int = 0
+    eager_steps: int = 0
+    buckets: tuple[str, ...] = ()
+    memory_active_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_cache_bytes: int = 0
+    notes: dict[str, str] = field(default_factory=dict)
+    error: str = ""

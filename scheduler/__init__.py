@@ -1,0 +1,1 @@
+"""Requests, policies, the engine, the wire and the command line."""

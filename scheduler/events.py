@@ -1,0 +1,74 @@
+"""What the engine tells about a request, in order: one Accepted or Rejected, Tokens, one Finished."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mlxd.batching.plan import TokenLogprobs
+from mlxd.batching.sampling_params import SamplingParams
+
+
+class RequestKey(NamedTuple):
+    """A request's name: ids are scoped to the tenant, two tenants may use the same one."""
+
+    tenant: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A checked request on its way to the scheduler. `arrived_at`: the engine's clock, seconds."""
+
+    key: RequestKey
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    arrived_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """`reason` as in errors.RejectedError, or "id_conflict"."""
+
+    key: RequestKey
+    reason: str
+    message: str
+    retryable: bool
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of one request; `logprobs` is empty or as long as `token_ids`."""
+
+    key: RequestKey
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one terminal event of an accepted request.
+
+    Attributes:
+        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "failed" or "draining".
+        error_code, error: set where outcome is "failed" or "draining".
+    """
+
+    key: RequestKey
+    outcome: str
+    usage: Usage
+    error_code: str = ""
+    error: str = ""
+
+
+Event = Accepted | Rejected | Tokens | Finished
