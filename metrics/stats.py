@@ -66,11 +66,16 @@ class EngineSnapshot:
     """The engine's state after a step, replaced whole; readers on other threads keep the old one.
 
     Times are of the engine's monotonic clock. `last_step_at` 0.0 means no step yet.
+
+    Attributes:
+        state: "starting", "running", "draining", "stopped" or "failed".
+        busy_since: when `waiting + running` last rose from 0; 0.0 where the engine does not tell.
     """
 
     state: str = "starting"
     now: float = 0.0
     last_step_at: float = 0.0
+    busy_since: float = 0.0
     steps: int = 0
     waiting: int = 0
     running: int = 0

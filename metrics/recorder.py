@@ -1,0 +1,71 @@
+"""What the engine and the server tell about themselves as they work."""
+
+from typing import Protocol
+
+from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats
+
+
+class Recorder(Protocol):
+    """Receives facts; never blocks, never raises, costs microseconds.
+
+    `accepted`, `request`, `step` and `snapshot` come from the engine thread. The first three count from the next
+    `snapshot` on, so that what is counted and what the snapshot says is open are of one moment: the engine takes a
+    snapshot after every step, and whenever it has taken in, cancelled or ended requests and is about to block.
+    The other methods may be called from any thread and count at once.
+    """
+
+    def accepted(self, tenant: str) -> None:
+        """A request entered; it stays in the snapshots' `waiting` or `running` until `request` ends it."""
+        ...
+
+    def request(self, stats: RequestStats) -> None:
+        """An accepted request ended; once a request."""
+        ...
+
+    def step(self, stats: StepStats) -> None: ...
+
+    def snapshot(self, snapshot: EngineSnapshot) -> None: ...
+
+    def rejected(self, tenant: str, reason: str) -> None:
+        """A request was refused before it was accepted; `reason` is an error code or rejection reason of ours."""
+        ...
+
+    def bad_message(self, reason: str) -> None:
+        """A frame broke a rule of the protocol; `reason` is its error code."""
+        ...
+
+    def message(self, direction: str, kind: str) -> None:
+        """A well-formed message passed; `direction` is "in" or "out"."""
+        ...
+
+    def clients(self, connected: int, buffered_bytes: int) -> None:
+        """Clients there are now, and bytes waiting to be sent to them all."""
+        ...
+
+
+class NullRecorder:
+    """Forgets everything."""
+
+    def accepted(self, tenant: str) -> None:
+        pass
+
+    def request(self, stats: RequestStats) -> None:
+        pass
+
+    def step(self, stats: StepStats) -> None:
+        pass
+
+    def snapshot(self, snapshot: EngineSnapshot) -> None:
+        pass
+
+    def rejected(self, tenant: str, reason: str) -> None:
+        pass
+
+    def bad_message(self, reason: str) -> None:
+        pass
+
+    def message(self, direction: str, kind: str) -> None:
+        pass
+
+    def clients(self, connected: int, buffered_bytes: int) -> None:
+        pass
