@@ -1,0 +1,154 @@
+"""Decode attention over pages: the variants, and the one seam through which a model reaches them."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxd.caches.paged import PagedStandIn
+from mlxd.caches.paged_view import PagedView
+
+_SEAM = "scaled_dot_product_attention"
+_MASKED = -1e9
+
+
+class Gathered:
+    """Copies each row's pages out and leaves the rest to the model's own fused attention.
+
+    Needs no seam, so it serves every model whose attention takes a boolean mask.
+    """
+
+    name = "gathered"
+
+    def fetch(self, keys: mx.array, values: mx.array, view: PagedView) -> tuple[mx.array, mx.array]:
+        """Returns [B, n_kv_heads, T * page_size, head_dim] of each, a copy of all columns, valid or not."""
+        rows = view.page_rows(keys.shape[1])
+        return _gather(keys, rows), _gather(values, rows)
+
+    def mask(self, view: PagedView) -> mx.array | None:
+        return view.valid[:, None, None, :]
+
+
+def _gather(pool: mx.array, rows: mx.array) -> mx.array:
+    _, heads, size, head_dim = pool.shape
+    return pool.reshape(-1, size, head_dim)[rows].reshape(rows.shape[0], heads, -1, head_dim)
+
+
+class InPlace:
+    """Reads pages where they lie: `mx.gather_mm` takes each row's pages by index, for scores and for values.
+
+    The softmax runs over pages and columns together; partial value sums are added over pages.
+    """
+
+    name = "in_place"
+
+    def fetch(self, keys: mx.array, values: mx.array, view: PagedView) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def mask(self, view: PagedView) -> mx.array | None:
+        return None
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        view: PagedView,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of one position a row.
+
+        Args:
+            queries: [B, n_heads, 1, key_dim], rotated.
+            keys, values: the pools, [num_pages, n_kv_heads, page_size, dim], this step's position written.
+            sinks: [n_heads] extra logits that take weight and give no value, or None.
+        Returns:
+            [B, n_heads, 1, value_dim] in the queries' dtype.
+        """
+        num_pages, heads, size, value_dim = values.shape
+        batch, query_heads, _, key_dim = queries.shape
+        group, width = query_heads // heads, view.width
+        pages = view.page_rows(heads)
+        query = mx.arange(batch * heads, dtype=mx.int32).reshape(batch, heads, 1)
+        scores = mx.gather_mm(
+            (queries * scale).reshape(batch * heads, group, key_dim),
+            keys.reshape(num_pages * heads, size, key_dim).swapaxes(-1, -2),
+            lhs_indices=mx.broadcast_to(query, pages.shape),
+            rhs_indices=pages,
+        )  # [B, heads, T, group, size]
+        valid = view.valid.reshape(batch, 1, width, 1, size)
+        scores = mx.where(valid, scores.astype(mx.float32), _MASKED)
+        top = scores.max(axis=(2, 4), keepdims=True)
+        if sinks is not None:
+            sink = sinks.astype(mx.float32).reshape(1, heads, 1, group, 1)
+            top = mx.maximum(top, sink)
+        weights = mx.exp(scores - top)
+        total = weights.sum(axis=(2, 4))
+        if sinks is not None:
+            total = total + mx.exp(sink - top).reshape(batch, heads, group)
+        partial = mx.gather_mm(
+            weights.astype(values.dtype).reshape(-1, group, size),
+            values.reshape(num_pages * heads, size, value_dim),
+            lhs_indices=mx.arange(batch * heads * width, dtype=mx.int32).reshape(pages.shape),
+            rhs_indices=pages,
+        )  # [B, heads, T, group, value_dim]
+        out = partial.astype(mx.float32).sum(axis=2) / total[..., None]
+        return out.astype(queries.dtype).reshape(batch, query_heads, 1, value_dim)
+
+
+DecodeVariant = Gathered | InPlace
+
+
+def variant(name: str) -> DecodeVariant:
+    """Raises KeyError for a name that is no variant."""
+    return {"gathered": Gathered, "in_place": InPlace}[name]()
+
+
+def model_modules(model: nn.Module) -> list[ModuleType]:
+    """The Python modules whose layers make up `model` and that call the seam."""
+    names = {type(layer).__module__ for layer in model.modules()}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    return [module for module in modules if hasattr(module, _SEAM)]
+
+
+@contextmanager
+def seam(model: nn.Module) -> Iterator[None]:
+    """While open, the model's attention calls of a paged stand-in go to its variant, all others where they went.
+
+    The one place where something of mlx-lm is replaced: the name `scaled_dot_product_attention` in the modules that
+    define the model's layers.
+    """
+    modules = model_modules(model)
+    originals = [getattr(module, _SEAM) for module in modules]
+    for module, original in zip(modules, originals, strict=True):
+        setattr(module, _SEAM, _redirect(original))
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            setattr(module, _SEAM, original)
+
+
+def _redirect(original: Any) -> Any:
+    def attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: mx.array | str | None,
+        **extra: Any,
+    ) -> mx.array:
+        if isinstance(cache, PagedStandIn):
+            chosen = cache.view.attention
+            if isinstance(chosen, InPlace):
+                return chosen.attend(queries, keys, values, cache.view, scale, extra.get("sinks"))
+        result: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, **extra)
+        return result
+
+    return attention

@@ -1,0 +1,61 @@
+"""Prefill forwards: a chunk of one row, or several short prompts at once."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxd.batching.plan import PrefillChunk
+from mlxd.caches.paged import PagedRows
+from mlxd.caches.paged_view import PrefillView
+from mlxd.caches.sizing import GroupSpec
+
+
+def cohorts(chunks: Sequence[PrefillChunk], max_tokens: int, *, padded: bool) -> list[list[PrefillChunk]]:
+    """Chunks that share a forward, in plan order of their first member.
+
+    Only chunks that start at 0 may share: their rows are then plain causal prompts, padded on the right, and none
+    reads a page. A cohort holds `max_tokens` padded tokens and pads no row to more than twice its length.
+
+    Args:
+        padded: False where the model must not see padding; every chunk then goes alone.
+    """
+    alone = [[chunk] for chunk in chunks if chunk.start or not padded]
+    shared: list[list[PrefillChunk]] = []
+    fresh = [chunk for chunk in chunks if not chunk.start and padded]
+    for chunk in sorted(fresh, key=lambda c: -c.num_tokens):
+        last = shared[-1] if shared else None
+        if last and (len(last) + 1) * last[0].num_tokens <= max_tokens and 2 * chunk.num_tokens >= last[0].num_tokens:
+            last.append(chunk)
+        else:
+            shared.append([chunk])
+    return alone + shared
+
+
+def prefill(
+    model: nn.Module,
+    caches: Sequence[PagedRows],
+    groups: Sequence[tuple[int, GroupSpec]],
+    layer_groups: Sequence[int],
+    cohort: Sequence[PrefillChunk],
+) -> list[mx.array]:
+    """Build one prefill forward; the caches adopt its writes, nothing is evaluated.
+
+    The logits are left unevaluated, so neither the head nor anything after the last layer's keys and values is ever
+    computed: the row's last position goes through the decode step instead.
+
+    Args:
+        groups: (index into a row's tables, spec) of each group.
+        layer_groups: per cache, which of `groups` it belongs to.
+    Returns:
+        The arrays whose evaluation runs the forward.
+    """
+    start = cohort[0].start
+    ends = [chunk.end for chunk in cohort]
+    views = [
+        PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends) for index, spec in groups
+    ]
+    length = max(chunk.num_tokens for chunk in cohort)
+    tokens = mx.array([chunk.tokens + (0,) * (length - chunk.num_tokens) for chunk in cohort], dtype=mx.int32)
+    model(tokens, cache=[cache.prefill(views[group]) for cache, group in zip(caches, layer_groups, strict=True)])
+    return [array for cache in caches for array in cache.state()]

@@ -1,0 +1,217 @@
+"""Full-attention keys and values in pages."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+from mlxd.caches.contract import (
+    DecodeSlot,
+    DecodeStepInputs,
+    DecodeStepPlan,
+    KvDonorRows,
+)
+from mlxd.caches.paged_view import PagedView, PrefillView, write_position
+from mlxd.caches.row_group import RowGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer's keys and values: heads, widths, dtype. `index`: place in the model's cache list."""
+
+    index: int
+    n_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.n_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+class PagedStandIn:
+    """A paged layer inside a decode step: writes one position a row, then reads as the attention variant says."""
+
+    def __init__(self, keys: mx.array, values: mx.array, view: PagedView) -> None:
+        self._keys = keys
+        self._values = values
+        self.view = view
+        self.offset = view.positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes [B, n_kv_heads, 1, head_dim] of the new position; returns what the variant reads from."""
+        rows = self.view.write_rows(keys.shape[1])
+        self._keys = write_position(self._keys, keys, rows)
+        self._values = write_position(self._values, values, rows)
+        return self.view.attention.fetch(self._keys, self._values, self.view)
+
+    def make_mask(
+        self, num_tokens: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:
+        return self.view.attention.mask(self.view)
+
+    @property
+    def outputs(self) -> tuple[mx.array, mx.array]:
+        return self._keys, self._values
+
+
+class PagedPrefill:
+    """A paged layer inside a prefill forward: writes the chunk into `rows` and attends by fused causal attention."""
+
+    def __init__(self, rows: "PagedRows", view: PrefillView) -> None:
+        self._rows = rows
+        self._view = view
+        self.offset = view.start
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        rows, view = self._rows, self._view
+        rows.keys = view.write(rows.keys, keys)
+        rows.values = view.write(rows.values, values)
+        return view.read(rows.keys, keys), view.read(rows.values, values)
+
+    def make_mask(
+        self, num_tokens: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        return self._view.mask(num_tokens, window_size, return_array)
+
+
+class PagedRows:
+    """One full-attention layer, all rows: a pool of pages whose tables live in its group.
+
+    keys: [num_pages + 1, n_kv_heads, page_size, key_dim]; values: the same with value_dim. Page 0 is scratch.
+    """
+
+    prefill_maintenance = None
+    composed = None
+    state_needs_dispose = False
+    minimum_reusable_offset = 0
+
+    def __init__(self, shape: LayerShape, group: RowGroup, num_pages: int) -> None:
+        self.shape = shape
+        self.group = group
+        size = group.spec.page_size
+        self.keys = mx.zeros((num_pages + 1, shape.n_kv_heads, size, shape.key_dim), shape.dtype)
+        self.values = mx.zeros((num_pages + 1, shape.n_kv_heads, size, shape.value_dim), shape.dtype)
+        self._offsets: tuple[int, ...] = ()
+        self._round: tuple[int, ...] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def row_offsets(self) -> tuple[int, ...]:
+        return self._offsets
+
+    @property
+    def offset(self) -> int:
+        return max(self._offsets, default=0)
+
+    @property
+    def rope_offsets(self) -> mx.array | None:
+        return mx.array(self._offsets, dtype=mx.int32) if self._offsets else None
+
+    def signature(self) -> str:
+        return f"kv:paged:{self.group.spec.page_size}"
+
+    def bytes_per_token(self) -> int:
+        return self.shape.bytes_per_token
+
+    def max_append_tokens(self) -> float:
+        return math.inf
+
+    def prepare_decode_step(self) -> DecodeStepPlan:
+        """Adopts the rows bound to the group; `RowGroup.bind` has checked that their positions have room."""
+        if not self.group.num_rows:
+            raise IndexError(f"{self.signature()}: no row is bound")
+        self._offsets = self.group.offsets
+        return DecodeStepPlan(fetch="ring", num_rows=self.group.num_rows, width=self.group.width)
+
+    def decode_phase(self) -> Literal["concat", "ring"]:
+        return "ring"
+
+    def decode_slot(self, plan: DecodeStepPlan) -> DecodeSlot:
+        return self.group.slot(self.signature(), self._make_slot)
+
+    def _make_slot(self) -> DecodeSlot:
+        name = self.group.spec.name
+
+        def trace(inputs: Sequence[mx.array], step: DecodeStepInputs) -> PagedStandIn:
+            keys, values = inputs
+            return PagedStandIn(keys, values, step.view(name))
+
+        return DecodeSlot(key=self.signature(), num_inputs=2, num_outputs=2, trace=trace)
+
+    def decode_inputs(self, plan: DecodeStepPlan, step: DecodeStepInputs) -> list[mx.array]:
+        return [self.keys, self.values]
+
+    def commit_decode_step(self, slot: DecodeSlot, outputs: Sequence[mx.array]) -> list[mx.array]:
+        self.keys, self.values = outputs
+        self._offsets = self.group.advanced(self._offsets)
+        return []
+
+    def prefill(self, view: PrefillView) -> PagedPrefill:
+        """The stand-in for one prefill forward; its appends land in this cache."""
+        return PagedPrefill(self, view)
+
+    def scrub(self, pages: mx.array) -> None:
+        """Zero these pages, int32 [n], before they get another owner."""
+        self.keys[pages] = mx.zeros((), self.keys.dtype)
+        self.values[pages] = mx.zeros((), self.values.dtype)
+
+    def state(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, num_tokens: int, *, bypass: bool = False) -> None:
+        """Positions only: the dropped columns are dead and the next append overwrites them."""
+        self._offsets = tuple(max(0, offset - num_tokens) for offset in self._offsets)
+
+    def spec_round_begin(self) -> None:
+        self._round = self._offsets
+
+    def spec_round_commit(self) -> None:
+        self._round = None
+
+    def spec_round_rollback(self, keep: Sequence[int]) -> None:
+        """Raises ValueError where no round is open or a row would keep more than it appended."""
+        if self._round is None:
+            raise ValueError("no speculative round is open")
+        for before, now, kept in zip(self._round, self._offsets, keep, strict=True):
+            if not 0 <= kept <= now - before:
+                raise ValueError(f"keep is {kept}; the row appended {now - before} positions in this round")
+        self._offsets = tuple(before + kept for before, kept in zip(self._round, keep, strict=True))
+        self._round = None
+
+    def capture_donor_rows(self) -> KvDonorRows:
+        """A copy, pages gathered into order; later appends, leaves and disposal do not reach it."""
+        table = mx.array(self.group.table[: self.num_rows], dtype=mx.int32)
+        bases = [int(start) for start in self.group.start[: self.num_rows]]
+        window = self.group.spec.window
+        ends = tuple(offset - base for offset, base in zip(self._offsets, bases, strict=True))
+        starts = tuple(0 if window is None else max(0, end - window) for end in ends)
+        return KvDonorRows(
+            keys=_in_order(self.keys, table),
+            values=_in_order(self.values, table),
+            offsets=self._offsets,
+            starts=starts,
+            ends=ends,
+        )
+
+    def dispose(self) -> None:
+        self.keys = mx.zeros((0,), self.shape.dtype)
+        self.values = mx.zeros((0,), self.shape.dtype)
+        self._offsets = ()
+        self._round = None
+
+
+def _in_order(pool: mx.array, table: mx.array) -> mx.array:
+    """[B, n_kv_heads, T * page_size, head_dim], a copy of the rows' pages."""
+    rows, width = table.shape
+    _, heads, size, head_dim = pool.shape
+    return pool[table].transpose(0, 2, 1, 3, 4).reshape(rows, heads, width * size, head_dim)

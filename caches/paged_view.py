@@ -1,0 +1,182 @@
+"""Page tables as arrays: where a decode step or a prefill writes and what it may read."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlxd.caches.page_pool import SCRATCH_PAGE
+from mlxd.caches.page_table import PageTable
+from mlxd.caches.sizing import GroupSpec
+
+
+class DecodeAttention(Protocol):
+    """How one query position a row reads pages: one of the variants in mlxd.batching.attention."""
+
+    def fetch(self, keys: mx.array, values: mx.array, view: "PagedView") -> tuple[mx.array, mx.array]:
+        """What the model gets from `update_and_fetch`, given the pools after the write."""
+        ...
+
+    def mask(self, view: "PagedView") -> mx.array | None:
+        """What the model gets from `make_mask`."""
+        ...
+
+
+class PagedView:
+    """One group inside a decode step; every derived array is built once and shared by the group's layers.
+
+    Args:
+        table: int32 [B, T], physical pages, oldest first, padded with the scratch page.
+        start: int32 [B], position of each row's first column.
+        positions: int32 [B], where each row's new position goes.
+    """
+
+    def __init__(
+        self, spec: GroupSpec, table: mx.array, start: mx.array, positions: mx.array, attention: DecodeAttention
+    ) -> None:
+        self.spec = spec
+        self.table = table
+        self.positions = positions
+        self.attention = attention
+        self._start = start
+        self._write_rows: dict[int, mx.array] = {}
+        self._page_rows: dict[int, mx.array] = {}
+        self._valid: mx.array | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.table.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.table.shape[1])
+
+    def write_rows(self, n_kv_heads: int) -> mx.array:
+        """int32 [B * n_kv_heads, 1]: where the new position goes in a pool seen as rows of head_dim."""
+        if n_kv_heads not in self._write_rows:
+            size = self.spec.page_size
+            column = self.positions - self._start
+            page = mx.take_along_axis(self.table, (column // size)[:, None], axis=1)
+            heads = mx.arange(n_kv_heads, dtype=mx.int32)
+            rows = (page * n_kv_heads + heads) * size + (column % size)[:, None]
+            self._write_rows[n_kv_heads] = rows.reshape(-1, 1)
+        return self._write_rows[n_kv_heads]
+
+    def page_rows(self, n_kv_heads: int) -> mx.array:
+        """int32 [B, n_kv_heads, T]: pages in a pool seen as [num_pages * n_kv_heads, page_size, head_dim]."""
+        if n_kv_heads not in self._page_rows:
+            heads = mx.arange(n_kv_heads, dtype=mx.int32)
+            self._page_rows[n_kv_heads] = self.table[:, None, :] * n_kv_heads + heads[:, None]
+        return self._page_rows[n_kv_heads]
+
+    @property
+    def valid(self) -> mx.array:
+        """bool [B, T * page_size]: columns that the new position attends to, itself included."""
+        if self._valid is None:
+            columns = mx.arange(self.width * self.spec.page_size, dtype=mx.int32)
+            position = (self.positions - self._start)[:, None]
+            self._valid = columns <= position
+            if self.spec.window is not None:
+                self._valid = self._valid & (columns > position - self.spec.window)
+        return self._valid
+
+
+def write_position(pool: mx.array, new: mx.array, rows: mx.array) -> mx.array:
+    """Put one position of each row into its page.
+
+    Args:
+        pool: [num_pages, n_kv_heads, page_size, head_dim]; donated where the caller keeps no reference.
+        new: [B, n_kv_heads, 1, head_dim].
+        rows: int32 [B * n_kv_heads, 1], from `PagedView.write_rows`.
+    """
+    head_dim = pool.shape[-1]
+    flat = pool.reshape(-1, head_dim)
+    new = new.reshape(-1, head_dim).astype(pool.dtype)
+    return mx.put_along_axis(flat, mx.broadcast_to(rows, new.shape), new, axis=0).reshape(pool.shape)
+
+
+class PrefillView:
+    """One group during a prefill forward: a chunk of one row, or whole short prompts padded on the right.
+
+    Args:
+        tables: one a row; they have room up to `ends`.
+        start: first position computed, the same for all rows (0 where there are several), a multiple of the page size.
+        ends: one past the last position computed, a row.
+    """
+
+    def __init__(self, spec: GroupSpec, tables: Sequence[PageTable], start: int, ends: Sequence[int]) -> None:
+        if start % spec.page_size:
+            raise IndexError(f"a chunk starts at {start}, not a multiple of the page size {spec.page_size}")
+        for table, end in zip(tables, ends, strict=True):
+            if not table.start <= start < end <= table.end:
+                raise IndexError(f"chunk [{start}, {end}) is outside the pages held, [{table.start}, {table.end})")
+        self.spec = spec
+        self.start = start
+        self._tables = tables
+        self._num_tokens = max(ends) - start
+        size = spec.page_size
+        self.num_pages = -(-self._num_tokens // size)
+        """Pages a row's part of the chunk covers, padding included."""
+        self._written = mx.array(
+            [
+                page
+                for table, end in zip(tables, ends, strict=True)
+                for page in self._pages_of(table, start, end, self.num_pages)
+            ],
+            dtype=mx.int32,
+        )
+        self._history: dict[int, mx.array] = {}
+
+    def _pages_of(self, table: PageTable, start: int, end: int, width: int) -> list[int]:
+        size = self.spec.page_size
+        first, last = start // size - table.first_page, -(-end // size) - table.first_page
+        pages = table.pages[first:last]
+        return pages + [SCRATCH_PAGE] * (width - len(pages))
+
+    def write(self, pool: mx.array, new: mx.array) -> mx.array:
+        """Put the chunk into its pages, whole pages at a time; columns past a row's end become zeros or padding.
+
+        Args:
+            pool: [num_pages, n_kv_heads, page_size, head_dim]; donated where the caller keeps no reference.
+            new: [n, n_kv_heads, L, head_dim].
+        """
+        size = self.spec.page_size
+        n, heads, length, head_dim = new.shape
+        pad = self.num_pages * size - length
+        if pad:
+            new = mx.pad(new, [(0, 0), (0, 0), (0, pad), (0, 0)])
+        new = new.reshape(n, heads, self.num_pages, size, head_dim).transpose(0, 2, 1, 3, 4)
+        pool[self._written] = new.reshape(-1, heads, size, head_dim).astype(pool.dtype)
+        return pool
+
+    @property
+    def first_column(self) -> int:
+        """Position of the first column that `read` returns."""
+        return self._tables[0].start if self.start else 0
+
+    def read(self, pool: mx.array, new: mx.array) -> mx.array:
+        """What the chunk attends to: the row's pages where it has a history, else the chunk itself.
+
+        Returns:
+            [n, n_kv_heads, S, head_dim], positions [first_column, end); a copy where there is a history.
+        """
+        if not self.start:
+            return new
+        _, heads, size, head_dim = pool.shape
+        if heads not in self._history:
+            pages = mx.array(self._tables[0].pages, dtype=mx.int32)
+            self._history[heads] = pages[None, :] * heads + mx.arange(heads, dtype=mx.int32)[:, None]
+        columns = pool.reshape(-1, size, head_dim)[self._history[heads]].reshape(1, heads, -1, head_dim)
+        return columns[:, :, : self.start + self._num_tokens - self.first_column]
+
+    def mask(self, num_tokens: int, window: int | None, return_array: bool) -> mx.array | str | None:
+        """None, "causal", or bool [num_tokens, S] where a window cuts or an array is asked for."""
+        window = self.spec.window if window is None else window
+        length = self.start + num_tokens - self.first_column
+        cuts = window is not None and length > window
+        if not cuts and not return_array:
+            return "causal" if num_tokens > 1 else None
+        query = mx.arange(self.start, self.start + num_tokens)[:, None]
+        column = mx.arange(self.first_column, self.first_column + length)[None]
+        mask = column <= query
+        return mask & (column > query - window) if cuts and window is not None else mask

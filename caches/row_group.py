@@ -1,0 +1,101 @@
+"""The rows that a step sees in one group: their tables and where each one's next position goes."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxd.caches.contract import DecodeSlot
+from mlxd.caches.page_pool import SCRATCH_PAGE
+from mlxd.caches.page_table import PageTable
+from mlxd.caches.sizing import GroupSpec
+
+_IntArray = npt.NDArray[np.int32]
+
+
+def width_bucket(num_pages: int) -> int:
+    """Smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is not below `num_pages`: at most a third is padding."""
+    size = 1
+    while size < num_pages:
+        if size % 2 == 0 and num_pages <= size + size // 2:
+            return size + size // 2
+        size *= 2
+    return size
+
+
+def row_bucket(num_rows: int) -> int:
+    """Smallest power of two that is not below `num_rows`."""
+    return 1 << (num_rows - 1).bit_length()
+
+
+class RowGroup:
+    """Rows bound for the coming step, shared by all layers of a group.
+
+    Host mirrors of what the step gets as arrays. Layers check and advance through it, so that one count serves them
+    all. Rows beyond the bound ones are idle: their table is the scratch page and their position 0.
+    """
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.tables: tuple[PageTable, ...] = ()
+        self.offsets: tuple[int, ...] = ()
+        self.num_rows = 0
+        self.width = 1
+        self.changed = True
+        """Whether `table` or `start` differ from what the device copies were made of; the step resets it."""
+        self._stamp: tuple[object, ...] = ()
+        self._advanced: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self._slots: dict[str, DecodeSlot] = {}
+        self._table = np.zeros((0, 1), np.int32)
+        self._start = np.zeros((0,), np.int32)
+
+    def bind(self, tables: Sequence[PageTable], offsets: Sequence[int], num_rows: int) -> None:
+        """Take these rows and the position each one writes next; `num_rows` counts idle ones too.
+
+        Raises:
+            IndexError: a row has no room for its position. Device writes check no bounds.
+        """
+        for table, offset in zip(tables, offsets, strict=True):
+            if not table.start <= offset < table.end:
+                raise IndexError(f"position {offset} is outside the pages held, [{table.start}, {table.end})")
+        self.tables, self.offsets = tuple(tables), tuple(offsets)
+        stamp = (num_rows, *((id(table), table.version) for table in tables))
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._lay_out(num_rows, width_bucket(max((len(table.pages) for table in tables), default=1)))
+
+    def bind_idle(self, num_rows: int, width: int) -> None:
+        """A step of idle rows, `width` page columns each: what a graph is traced with."""
+        self.tables, self.offsets = (), ()
+        self._stamp = ()
+        self._lay_out(num_rows, width)
+
+    def _lay_out(self, num_rows: int, width: int) -> None:
+        self.num_rows, self.width, self.changed = num_rows, width, True
+        self._table = np.full((num_rows, width), SCRATCH_PAGE, np.int32)
+        self._start = np.zeros((num_rows,), np.int32)
+        for i, table in enumerate(self.tables):
+            self._table[i, : len(table.pages)] = table.pages
+            self._start[i] = table.start
+
+    def advanced(self, offsets: tuple[int, ...]) -> tuple[int, ...]:
+        """`offsets`, each one further; layers that pass the same tuple get the same tuple back."""
+        if self._advanced[0] is not offsets:
+            self._advanced = (offsets, tuple(offset + 1 for offset in offsets))
+        return self._advanced[1]
+
+    def slot(self, signature: str, make: Callable[[], DecodeSlot]) -> DecodeSlot:
+        """The one slot that all layers of this group and signature share."""
+        if signature not in self._slots:
+            self._slots[signature] = make()
+        return self._slots[signature]
+
+    @property
+    def table(self) -> _IntArray:
+        """int32 [num_rows, width], physical pages, oldest first, padded with the scratch page."""
+        return self._table
+
+    @property
+    def start(self) -> _IntArray:
+        """int32 [num_rows], position of each row's first column."""
+        return self._start
