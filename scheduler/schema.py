@@ -1,0 +1,85 @@
+"""What a configuration struct allows, in words."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from msgspec import inspect
+
+Type = inspect.Type
+
+
+@lru_cache(maxsize=8)
+def _root(target: type) -> Type:
+    return inspect.type_info(target)
+
+
+def type_at(target: type, keys: Sequence[str | int]) -> Type:
+    """The declared type of the value that `keys` lead to from a `target` struct."""
+    info = _root(target)
+    for key in keys:
+        if isinstance(key, int):
+            assert isinstance(info, inspect.VarTupleType | inspect.ListType)
+            info = info.item_type
+        else:
+            assert isinstance(info, inspect.StructType)
+            info = next(field.type for field in info.fields if field.name == key)
+    return info
+
+
+def field_names(info: Type) -> list[str]:
+    return [field.name for field in info.fields] if isinstance(info, inspect.StructType) else []
+
+
+def is_secret(info: Type) -> bool:
+    """Whether the type is marked with `Meta(extra={"secret": True})`."""
+    return isinstance(info, inspect.Metadata) and bool((info.extra or {}).get("secret"))
+
+
+def describe(info: Type) -> str:
+    """The allowed values in words: what `Meta(extra={"allowed": ...})` says, else as in "auto or a number > 0"."""
+    match info:
+        case inspect.Metadata():
+            return str((info.extra or {}).get("allowed") or describe(info.type))
+        case inspect.UnionType():
+            return " or ".join(describe(kind) for kind in info.types)
+        case inspect.LiteralType():
+            return _one_of(info.values)
+        case inspect.IntType():
+            return "an integer" + _range(info)
+        case inspect.FloatType():
+            return "a number" + _range(info)
+        case inspect.StrType():
+            return "text" + _text_limits(info)
+        case inspect.VarTupleType() | inspect.ListType():
+            return "a list" + _lengths(info.min_length, info.max_length, "entries")
+        case inspect.NoneType():
+            return "null"
+        case _:
+            return "a map"
+
+
+def _one_of(values: Sequence[object]) -> str:
+    *others, last = [str(value) for value in values]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _range(info: inspect.IntType | inspect.FloatType) -> str:
+    limits = {">": info.gt, ">=": info.ge, "<": info.lt, "<=": info.le}
+    shown = [
+        f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"
+        for sign, limit in limits.items()
+        if limit is not None
+    ]
+    return f" {' and '.join(shown)}" if shown else ""
+
+
+def _text_limits(info: inspect.StrType) -> str:
+    if info.pattern is not None:
+        return f" that matches {info.pattern}"
+    return _lengths(info.min_length, info.max_length, "characters")
+
+
+def _lengths(low: int | None, high: int | None, noun: str) -> str:
+    if high is None:
+        return f" of {low} or more {noun}" if low else ""
+    return f" of {low or 0} to {high} {noun}"
