@@ -1,0 +1,47 @@
+"""The user's cache folder, and writing into it so that nobody ever sees half a file."""
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def user_cache_folder() -> Path:
+    """`$MLXD_CACHE`, else the platform's place for caches. It need not exist yet."""
+    if folder := os.environ.get("MLXD_CACHE"):
+        return Path(folder).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlxd"
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "mlxd"
+    return Path.home() / ".cache" / "mlxd"
+
+
+@contextmanager
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, waiting for another process that has it; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def publish(source: Path, target: Path) -> None:
+    """Move a finished file or folder to `target` in one step, its content on the disk first.
+
+    Both lie on one file system; an existing file is replaced, an existing folder is an OSError.
+    """
+    for path in (*source.rglob("*"), source) if source.is_dir() else (source,):
+        _sync(path)
+    source.replace(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
