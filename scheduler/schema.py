@@ -36,7 +36,7 @@ def is_secret(info: Type) -> bool:
 
 
 def describe(info: Type) -> str:
-    """The allowed values in words: what `Meta(extra={"allowed": ...})` says, else as in "auto or a number > 0"."""
+    """The allowed values: what `Meta(extra={"allowed": ...})` says, else as in "auto or an integer"."""
     match info:
         case inspect.Metadata():
             return str((info.extra or {}).get("allowed") or describe(info.type))
