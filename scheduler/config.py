@@ -43,9 +43,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_clients: Positive = 256
     max_client_buffer_bytes: Annotated[int, Meta(ge=4096, le=2**40)] = 2**20
     heartbeat_ms: Annotated[int, Meta(ge=50, le=60_000)] = 500
-    drain_timeout_s: 
-
-Seconds = 30.0
+    drain_timeout_s: Seconds = 30.0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,9 +83,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     compile: Literal["auto", "on", "off"] = "auto"
     attention: Literal["auto", "in_place", "gathered"] = "auto"
-    warmup_s: 
-
-Seconds = 60.0
+    warmup_s: Seconds = 60.0
 
 
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
