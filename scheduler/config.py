@@ -87,7 +87,10 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_share`: largest part of the KV budget its rows may reserve together."""
+    """`kv_share`: largest part of the KV budget its rows may reserve together.
+
+    `operator`: its token may also drain the daemon and see every tenant's status.
+    """
 
     name: Name
     token_sha256: Sha256
@@ -95,6 +98,7 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_running: Positive = 32
     max_waiting: Positive = 256
     kv_share: Fraction = 1.0
+    operator: bool = False
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -27,11 +27,18 @@ class ConfigError(MlxdError):
 
 
 class ProtocolError(MlxdError):
-    """A frame that is not a message: `code` says which rule it broke."""
+    """A frame that is not a message: `code` says which rule it broke.
 
-    def __init__(self, code: str, message: str) -> None:
+    Attributes:
+        field: the field at fault, "sampling.seed"; empty where it is the frame as a whole.
+        request_id: the id that the frame names; empty where there is none.
+    """
+
+    def __init__(self, code: str, message: str, *, field: str = "", request_id: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.field = field
+        self.request_id = request_id
 
 
 class UnauthenticatedError(MlxdError):

@@ -1,0 +1,243 @@
+"""Every message on the wire, one struct each: the field names here are the field names there."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from mlxd.batching.plan import TokenLogprobs
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.events import Usage
+
+PROTOCOL_VERSION = 1
+MAX_ID_LENGTH = 128
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+EchoId = Annotated[str, Meta(max_length=MAX_ID_LENGTH)]
+"""Optional on messages that name no request; the reply carries it back."""
+
+
+class _FromClient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    v: int = PROTOCOL_VERSION
+
+
+class Hello(_FromClient, frozen=True, kw_only=True, tag="hello"):
+    """First message on each socket. `token`: the tenant's secret. `client`: a name for the daemon's log."""
+
+    v: int
+    token: Annotated[str, Meta(max_length=1024)]
+    client: Annotated[str, Meta(max_length=128)] = ""
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str
+
+
+class Generate(_FromClient, frozen=True, kw_only=True, tag="generate"):
+    """A request. Exactly one of `prompt`, `messages` and `token_ids` is given.
+
+    `stream`: text comes in chunks as it is made; otherwise all of it comes in `done`.
+    """
+
+    id: RequestId
+    prompt: str | UnsetType = UNSET
+    messages: tuple[ChatMessage, ...] | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    sampling: SamplingParams = SamplingParams()
+    stream: bool = True
+
+
+class Cancel(_FromClient, frozen=True, kw_only=True, tag="cancel"):
+    """`id`: the request to end; of this tenant, whichever connection sent it."""
+
+    id: RequestId
+
+
+class Status(_FromClient, frozen=True, kw_only=True, tag="status"):
+    id: EchoId = ""
+
+
+class Ping(_FromClient, frozen=True, kw_only=True, tag="ping"):
+    """Answered by the scheduler itself, so that a hung engine does not look alive."""
+
+    id: EchoId = ""
+
+
+class Drain(_FromClient, frozen=True, kw_only=True, tag="drain"):
+    """Stop admitting, finish what runs, exit. For operators' tokens."""
+
+    id: EchoId = ""
+
+
+ClientMessage = Hello | Generate | Cancel | Status | Ping | Drain
+CLIENT_MESSAGE_TYPES = ("cancel", "drain", "generate", "hello", "ping", "status")
+
+
+class _FromServer(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    v: int = PROTOCOL_VERSION
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a message may hold; `max_model_len` and `vocab_size` are 0 while the model loads."""
+
+    max_message_bytes: int
+    max_string_bytes: int
+    max_items: int
+    max_depth: int
+    max_client_buffer_bytes: int
+    heartbeat_ms: int
+    max_model_len: int = 0
+    vocab_size: int = 0
+
+
+class Welcome(_FromServer, frozen=True, kw_only=True, tag="hello"):
+    """The answer to hello.
+
+    Attributes:
+        versions: lowest and highest protocol version spoken.
+        epoch: changes with each start of the daemon; a new one means that older requests are gone.
+        control: endpoint of the control socket.
+    """
+
+    versions: tuple[int, int]
+    epoch: str
+    tenant: str
+    model: str
+    state: str
+    control: str
+    limits: Limits
+
+
+class Accepted(_FromServer, frozen=True, kw_only=True, tag="accepted"):
+    id: str
+
+
+class Chunk(_FromServer, frozen=True, kw_only=True, tag="chunk"):
+    """`seq` counts a request's chunks from 0.
+
+    Text may lag behind the ids: half a character or a possible stop string is held back.
+    """
+
+    id: str
+    seq: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | UnsetType = UNSET
+
+
+class KeepAlive(_FromServer, frozen=True, kw_only=True, tag="keepalive"):
+    """Sent once a heartbeat for a request that yields nothing, and without id on an idle connection."""
+
+    id: str | UnsetType = UNSET
+    state: Literal["waiting", "running", "idle"]
+
+
+class Done(_FromServer, frozen=True, kw_only=True, tag="done"):
+    """Terminal. The last three fields only where the request had `stream: false`."""
+
+    id: str
+    finish_reason: Literal["stop", "length"]
+    usage: Usage
+    text: str | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    logprobs: tuple[TokenLogprobs, ...] | UnsetType = UNSET
+
+
+class Error(_FromServer, frozen=True, kw_only=True, tag="error"):
+    """Terminal where `id` names an open request; otherwise the answer to one bad message."""
+
+    id: str | UnsetType = UNSET
+    code: str
+    message: str
+    field: str | UnsetType = UNSET
+
+
+class Cancelled(_FromServer, frozen=True, kw_only=True, tag="cancelled"):
+    """Terminal."""
+
+    id: str
+    usage: Usage
+
+
+class Rejected(_FromServer, frozen=True, kw_only=True, tag="rejected"):
+    """Terminal, in place of `accepted`."""
+
+    id: str
+    reason: str
+    message: str
+    retryable: bool
+    retry_after_ms: int = 0
+
+
+class CancelReply(_FromServer, frozen=True, kw_only=True, tag="ok"):
+    """`not_found` covers unknown, finished and other tenants' ids alike."""
+
+    id: str
+    result: Literal["cancelling", "not_found"]
+
+
+class Pong(_FromServer, frozen=True, kw_only=True, tag="pong"):
+    id: str
+    state: str
+
+
+class Draining(_FromServer, frozen=True, kw_only=True, tag="draining"):
+    """The daemon takes no more requests and exits when the open ones are done."""
+
+    id: str
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    waiting: int
+    running: int
+    kv_reserved_bytes: int
+    service: float
+
+
+class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
+    """The engine after its latest step. `tenants`: the asker alone, or all for an operator.
+
+    `pages`: cache group -> pages held, pages in all. Times in seconds, sizes in bytes.
+    """
+
+    id: str
+    state: str
+    epoch: str
+    model: str
+    tenants: dict[str, TenantStatus]
+    waiting: int
+    running: int
+    steps: int
+    last_step_age_s: float | None
+    kv_used_bytes: int
+    kv_reserved_bytes: int
+    kv_capacity_bytes: int
+    pages: dict[str, tuple[int, int]]
+    graph_compiles: int
+    graph_retraces: int
+    graph_failures: int
+    compiled_steps: int
+    eager_steps: int
+    buckets: tuple[str, ...]
+    memory_active_bytes: int
+    memory_peak_bytes: int
+    notes: dict[str, str]
+    error: str
+
+
+ServerMessage = (
+    Welcome
+    | Accepted
+    | Chunk
+    | KeepAlive
+    | Done
+    | Error
+    | Cancelled
+    | Rejected
+    | CancelReply
+    | Pong
+    | Draining
+    | StatusReply
+)
+Terminal = Done | Error | Cancelled | Rejected

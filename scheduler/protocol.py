@@ -1,0 +1,115 @@
+"""Frames to messages and back. Nothing a client sends makes `decode` raise anything but ProtocolError."""
+
+import re
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from mlxd.scheduler.errors import ProtocolError
+from mlxd.scheduler.frames import check_json, check_msgpack
+from mlxd.scheduler.messages import (
+    CLIENT_MESSAGE_TYPES,
+    MAX_ID_LENGTH,
+    PROTOCOL_VERSION,
+    ClientMessage,
+    ServerMessage,
+)
+
+Encoding = Literal["msgpack", "json"]
+
+EXTENSION_PREFIX = "x_"
+"""Top-level fields that begin so are skipped; every other unknown field is an error."""
+
+_encode_msgpack = msgspec.msgpack.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
+_decode_reply_msgpack = msgspec.msgpack.Decoder(ServerMessage).decode
+_decode_reply_json = msgspec.json.Decoder(ServerMessage).decode
+
+
+def encoding_of(frame: bytes) -> Encoding:
+    return "json" if frame[:1] == b"{" else "msgpack"
+
+
+def encode(message: ClientMessage | ServerMessage, encoding: Encoding = "msgpack") -> bytes:
+    return _encode_json(message) if encoding == "json" else _encode_msgpack(message)
+
+
+def decode_reply(frame: bytes) -> ServerMessage:
+    """The client's side: unknown fields of a newer daemon are skipped.
+
+    Raises:
+        ProtocolError: "decode".
+    """
+    try:
+        return _decode_reply_json(frame) if encoding_of(frame) == "json" else _decode_reply_msgpack(frame)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(
+            "decode", f"the daemon sent a message that this client cannot read: {error}"
+        ) from None
+
+
+def decode(frame: bytes, max_bytes: int) -> ClientMessage:
+    """Read what a client sent.
+
+    Raises:
+        ProtocolError: "decode", "too_large", "unsupported" or "invalid_param"; `request_id` is set where the
+            frame names one, `field` where one field is at fault.
+    """
+    if len(frame) > max_bytes:
+        raise ProtocolError("too_large", f"the message has {len(frame)} bytes; the limit is {max_bytes}")
+    encoding = encoding_of(frame)
+    body = _read_map(frame, encoding)
+    request_id = body.get("id")
+    try:
+        _check_kind(body)
+        fields = {k: value for k, value in body.items() if not str(k).startswith(EXTENSION_PREFIX)}
+        message: ClientMessage = msgspec.convert(fields, ClientMessage, str_keys=encoding == "json")
+        return message
+    except msgspec.ValidationError as error:
+        problem = _invalid_param(str(error))
+    except ProtocolError as error:
+        problem = error
+    if isinstance(request_id, str) and len(request_id) <= MAX_ID_LENGTH:
+        problem.request_id = request_id
+    raise problem
+
+
+def _read_map(frame: bytes, encoding: Encoding) -> dict[Any, object]:
+    try:
+        if encoding == "json":
+            check_json(frame)
+            return msgspec.json.decode(frame, type=dict[Any, object])
+        check_msgpack(frame)
+        return msgspec.msgpack.decode(frame, type=dict[Any, object])
+    except msgspec.MsgspecError as error:
+        where = "" if "(byte " in str(error) else f" (byte {len(frame)})"
+        raise ProtocolError("decode", f"not a {encoding} map: {error}{where}") from None
+
+
+def _check_kind(body: dict[Any, object]) -> None:
+    version, kind = body.get("v", PROTOCOL_VERSION), body.get("type")
+    if type(version) is int and version != PROTOCOL_VERSION:
+        _unsupported("v", f"protocol version {version}; supported: {PROTOCOL_VERSION}")
+    if kind is None:
+        _unsupported("type", f"no message type; supported: {', '.join(CLIENT_MESSAGE_TYPES)}")
+    if kind not in CLIENT_MESSAGE_TYPES:
+        _unsupported("type", f"unknown message type; supported: {', '.join(CLIENT_MESSAGE_TYPES)}")
+
+
+def _unsupported(field: str, message: str) -> NoReturn:
+    raise ProtocolError("unsupported", message, field=field)
+
+
+_VALIDATION = re.compile(r"(?P<problem>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_NAMED_FIELD = re.compile(r"(?:unknown|required) field `(?P<name>[^`]*)`")
+
+
+def _invalid_param(text: str) -> ProtocolError:
+    """From msgspec's "Expected `int`, got `str` - at `$.sampling.seed`"; it never quotes values."""
+    found = _VALIDATION.fullmatch(text)
+    assert found is not None
+    problem, path = found["problem"], found["path"] or ""
+    if named := _NAMED_FIELD.search(problem):
+        path = f"{path}.{named['name']}" if path else named["name"]
+    problem = problem.replace("`", "")
+    return ProtocolError("invalid_param", f"{path}: {problem}" if path else problem, field=path)
