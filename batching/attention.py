@@ -1,8 +1,6 @@
 """Decode attention over pages: the variants, and the one seam through which a model reaches them."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -116,26 +114,26 @@ def model_modules(model: nn.Module) -> list[ModuleType]:
     return [module for module in modules if hasattr(module, _SEAM)]
 
 
-@contextmanager
-def seam(model: nn.Module) -> Iterator[None]:
-    """While open, the model's attention calls of a paged stand-in go to its variant, all others where they went.
+def install_seam(model: nn.Module) -> None:
+    """Send the model's attention calls on a paged stand-in to its variant, and all others where they went before.
 
     The one place where something of mlx-lm is replaced: the name `scaled_dot_product_attention` in the modules that
-    define the model's layers.
+    define the model's layers. It stays for the life of the process; installing it again changes nothing.
     """
-    modules = model_modules(model)
-    originals = [getattr(module, _SEAM) for module in modules]
-    for module, original in zip(modules, originals, strict=True):
-        setattr(module, _SEAM, _redirect(original))
-    try:
-        yield
-    finally:
-        for module, original in zip(modules, originals, strict=True):
-            setattr(module, _SEAM, original)
+    for module in model_modules(model):
+        original = getattr(module, _SEAM)
+        if not isinstance(original, _Redirect):
+            setattr(module, _SEAM, _Redirect(original))
 
 
-def _redirect(original: Any) -> Any:
-    def attention(
+class _Redirect:
+    """mlx-lm's attention function, but for stand-ins whose variant attends by itself."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(
+        self,
         queries: mx.array,
         keys: Any,
         values: Any,
@@ -148,7 +146,7 @@ def _redirect(original: Any) -> Any:
             chosen = cache.view.attention
             if isinstance(chosen, InPlace):
                 return chosen.attend(queries, keys, values, cache.view, scale, extra.get("sinks"))
-        result: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, **extra)
+        result: mx.array = self._original(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, **extra
+        )
         return result
-
-    return attention

@@ -1,16 +1,14 @@
 """The decode step: one closure over all rows, compiled once a bucket, eager where it cannot be."""
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxd.batching.attention import DecodeVariant
-from mlxd.batching.sampler import Sampled, SamplingShape, sample
+from mlxd.batching.sampler import SamplingShape, sample
 from mlxd.caches.contract import DecodeSlot
 from mlxd.caches.paged import PagedRows
 from mlxd.caches.paged_view import PagedView
@@ -19,7 +17,7 @@ from mlxd.caches.sizing import GroupSpec
 
 logger = logging.getLogger(__name__)
 
-StepFunction = Callable[..., tuple[mx.array, ...]]
+StepFunction = Callable[..., list[mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +34,13 @@ class Bucket:
 
     num_rows: int
     widths: tuple[int, ...]
-    slots: tuple[str, ...]
+    slots: tuple[str, ...] = field(repr=False)
     sampling: SamplingShape
     attention: str
 
     def __str__(self) -> str:
         widths = "x".join(map(str, self.widths))
-        return f"{self.num_rows} rows, {widths} pages, {self.sampling}, {self.attention}"
+        return f"rows={self.num_rows} pages={widths} sampling={self.sampling.label} attention={self.attention}"
 
 
 class StepInputs:
@@ -58,7 +56,7 @@ class StepInputs:
 
 @dataclass(slots=True)
 class _Graph:
-    """A bucket's closure. `traces` counts how often its body ran under compilation: 1, or something retraced it."""
+    """A bucket's closure. `traces`: how often its body ran under compilation; above 1, something retraced it."""
 
     function: StepFunction
     traces: int = 0
@@ -69,25 +67,22 @@ class DecodeStep:
 
     A step either succeeds whole, and every cache has adopted its outputs, or raises and has changed nothing. A compiled
     graph that fails is retired for good and the same step runs eagerly.
+
+    Attributes:
+        enabled: whether graphs are compiled at all.
+        wanted: buckets that ran eagerly because they were not traced yet, oldest first.
+        compiled_steps, eager_steps: steps run so far, by kind.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        caches: Sequence[PagedRows],
-        groups: Sequence[RowGroup],
-        mode: Literal["on", "off"],
-    ) -> None:
+    def __init__(self, model: nn.Module, caches: Sequence[PagedRows], groups: Sequence[RowGroup]) -> None:
         self._model = model
         self._caches = caches
         self._groups = groups
         self._graphs: dict[Bucket, _Graph] = {}
-        self._wanted: dict[Bucket, None] = {}
         self._retired: set[Bucket] = set()
-        self._device_tables: dict[str, tuple[mx.array, mx.array]] = {}
-        self.mode: Literal["on", "off"] = mode
-        self.trace_s = 0.0
-        """Longest trace so far, graph building and first evaluation together."""
+        self._tables: dict[str, tuple[mx.array, mx.array]] = {}
+        self.enabled = True
+        self.wanted: dict[Bucket, None] = {}
         self.compiled_steps = 0
         self.eager_steps = 0
 
@@ -97,7 +92,7 @@ class DecodeStep:
 
     @property
     def retraces(self) -> int:
-        return sum(graph.traces - 1 for graph in self._graphs.values())
+        return sum(max(0, graph.traces - 1) for graph in self._graphs.values())
 
     @property
     def failures(self) -> int:
@@ -116,16 +111,15 @@ class DecodeStep:
         sampling: Sequence[mx.array],
         *,
         may_trace: bool,
-    ) -> tuple[Sampled, bool]:
-        """Build one step; the caches and the sampler state move on, nothing is evaluated.
+    ) -> tuple[list[mx.array], bool]:
+        """Build one step; the caches move on, nothing is evaluated.
 
         Args:
             tokens, positions: int32 [num_rows], input token of each row and where its keys and values go.
-            sampling: the sampler's inputs.
-            may_trace: whether a bucket met for the first time may be compiled now; else it runs eagerly and is
-                remembered in `wanted`.
+            sampling: the sampler's inputs for `shape`.
+            may_trace: whether a bucket met for the first time may be compiled now; else it runs eagerly and is `wanted`.
         Returns:
-            What was drawn, and whether the step is compiled.
+            The sampler's outputs, named by `shape.outputs`, and whether the step is compiled.
         """
         plans = [cache.prepare_decode_step() for cache in self._caches]
         slots = [cache.decode_slot(plan) for cache, plan in zip(self._caches, plans, strict=True)]
@@ -136,77 +130,92 @@ class DecodeStep:
             sampling=shape,
             attention=attention.name,
         )
-        shared = [tokens, positions, *self._tables(), *sampling]
         step = StepInputs(positions, {})
-        arrays = shared + [
-            array
-            for cache, plan in zip(self._caches, plans, strict=True)
-            for array in cache.decode_inputs(plan, step)
-        ]
-        outputs, compiled = self._call(bucket, slots, attention, len(sampling), arrays, may_trace)
+        arrays = [tokens, positions, *self._device_tables(), *sampling]
+        for cache, plan in zip(self._caches, plans, strict=True):
+            arrays += cache.decode_inputs(plan, step)
+        body = self._body(slots, attention, shape, len(sampling))
+        outputs = self._run_compiled(bucket, body, arrays, may_trace)
+        compiled = outputs is not None
+        if outputs is None:
+            outputs = body(*arrays)
         del arrays
-        return self._commit(slots, shape, outputs), compiled
+        self.compiled_steps += compiled
+        self.eager_steps += not compiled
+        return self._commit(slots, outputs), compiled
 
-    def _tables(self) -> list[mx.array]:
+    def _device_tables(self) -> list[mx.array]:
         """Page tables on the device, uploaded anew only where the host's changed."""
         arrays: list[mx.array] = []
         for group in self._groups:
-            if group.changed or group.spec.name not in self._device_tables:
-                self._device_tables[group.spec.name] = mx.array(group.table), mx.array(group.start)
+            if group.changed:
+                self._tables[group.spec.name] = mx.array(group.table), mx.array(group.start)
                 group.changed = False
-            arrays += self._device_tables[group.spec.name]
+            arrays += self._tables[group.spec.name]
         return arrays
 
-    def _call(
-        self,
-        bucket: Bucket,
-        slots: Sequence[DecodeSlot],
-        attention: DecodeVariant,
-        num_sampling: int,
-        arrays: Sequence[mx.array],
-        may_trace: bool,
-    ) -> tuple[tuple[mx.array, ...], bool]:
-        specs = [group.spec for group in self._groups]
-        body = _body(self._model, specs, slots, attention, bucket.sampling, num_sampling)
-        if self.mode == "on" and bucket not in self._retired:
-            graph = self._graphs.get(bucket)
-            if graph is None and may_trace:
-                graph = self._compile(bucket, body)
-            if graph is not None:
-                try:
-                    outputs = graph.function(*arrays)
-                except (RuntimeError, TypeError, ValueError) as error:
-                    self._retire(bucket, error)
-                else:
-                    self.compiled_steps += 1
-                    return outputs, True
-            else:
-                self._wanted[bucket] = None
-        self.eager_steps += 1
-        return body(*arrays), False
+    def _run_compiled(
+        self, bucket: Bucket, body: StepFunction, arrays: Sequence[mx.array], may_trace: bool
+    ) -> list[mx.array] | None:
+        """None where the step must run eagerly."""
+        if not self.enabled or bucket in self._retired:
+            return None
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            if not may_trace:
+                self.wanted[bucket] = None
+                return None
+            graph = self._graphs[bucket] = _compiled(body)
+            self.wanted.pop(bucket, None)
+        try:
+            return graph.function(*arrays)
+        except (RuntimeError, TypeError, ValueError) as error:
+            logger.warning("compiled step retired, running it eagerly bucket=%s error=%s", bucket, error)
+            self._retired.add(bucket)
+            del self._graphs[bucket]
+            return None
 
-    def _compile(self, bucket: Bucket, body: StepFunction) -> _Graph:
-        def traced(*arrays: mx.array) -> tuple[mx.array, ...]:
-            graph.traces += 1
-            return body(*arrays)
+    def _body(
+        self, slots: Sequence[DecodeSlot], attention: DecodeVariant, shape: SamplingShape, num_sampling: int
+    ) -> StepFunction:
+        """The step as a function of arrays alone: it captures the model, slots and specs, no cache and no state."""
+        model = self._model
+        specs: tuple[GroupSpec, ...] = tuple(group.spec for group in self._groups)
 
-        graph = _Graph(mx.compile(traced))
-        self._graphs[bucket] = graph
-        self._wanted.pop(bucket, None)
-        return graph
+        def body(*arrays: mx.array) -> list[mx.array]:
+            tokens, positions = arrays[:2]
+            at = 2
+            views = {}
+            for spec in specs:
+                table, start = arrays[at : at + 2]
+                views[spec.name] = PagedView(spec, table, start, positions, attention)
+                at += 2
+            sampling = arrays[at : at + num_sampling]
+            at += num_sampling
+            step = StepInputs(positions, views)
+            stand_ins = []
+            for slot in slots:
+                stand_ins.append(slot.trace(arrays[at : at + slot.num_inputs], step))
+                at += slot.num_inputs
+            logits = model(tokens[:, None], cache=stand_ins)[:, -1]
+            drawn = sample(shape, logits, tokens, sampling)
+            return [*drawn, *(array for stand_in in stand_ins for array in stand_in.outputs)]
 
-    def _retire(self, bucket: Bucket, error: Exception) -> None:
-        self._retired.add(bucket)
-        self._graphs.pop(bucket, None)
-        logger.warning("compiled step retired, running eagerly bucket=%s error=%s", bucket, error)
+        return body
 
-    def _commit(
-        self, slots: Sequence[DecodeSlot], shape: SamplingShape, outputs: tuple[mx.array, ...]
-    ) -> Sampled:
-        num_cache = sum(slot.num_outputs for slot in slots)
-        sampled = Sampled.from_arrays(shape, outputs[: len(outputs) - num_cache])
-        at = len(outputs) - num_cache
+    def _commit(self, slots: Sequence[DecodeSlot], outputs: list[mx.array]) -> list[mx.array]:
+        at = len(outputs) - sum(slot.num_outputs for slot in slots)
+        drawn = outputs[:at]
         for cache, slot in zip(self._caches, slots, strict=True):
             cache.commit_decode_step(slot, outputs[at : at + slot.num_outputs])
             at += slot.num_outputs
-        return sampled
+        return drawn
+
+
+def _compiled(body: StepFunction) -> _Graph:
+    def traced(*arrays: mx.array) -> list[mx.array]:
+        graph.traces += 1
+        return body(*arrays)
+
+    graph = _Graph(mx.compile(traced))
+    return graph

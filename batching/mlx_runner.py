@@ -1,0 +1,198 @@
+"""Executes step plans on MLX: one compiled decode step over all rows, prefill beside it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxd.batching.attention import DecodeVariant, install_seam, variant
+from mlxd.batching.batch import Batch
+from mlxd.batching.decode import DecodeStep
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, StepPlan, StepResult
+from mlxd.batching.prefill import cohorts, prefill
+from mlxd.batching.row import Row
+from mlxd.batching.runner import RunnerCounters, RunnerInfo
+from mlxd.batching.sampler_state import Draw
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.caches.contract import join_signatures
+from mlxd.caches.kinds import Layer
+from mlxd.caches.row_group import RowGroup, row_bucket
+from mlxd.caches.sizing import MemoryPlan
+
+
+class MlxStep:
+    """A launched step: what to wait for, and how long it took."""
+
+    def __init__(
+        self, runner: "MlxRunner", plan: StepPlan, draw: Draw | None, roots: list[mx.array], compiled: bool
+    ) -> None:
+        self.plan = plan
+        self._runner = runner
+        self._draw = draw
+        self._roots = roots
+        self._compiled = compiled
+        self._launched_at = time.perf_counter()
+
+    def wait(self) -> StepResult:
+        """Block until the tokens and the prefill's writes are there.
+
+        The device runs one step after another, so a part's time begins where the part before it ended.
+        """
+        begun = max(self._launched_at, self._runner.done_at)
+        rows = ()
+        if self._draw is not None:
+            mx.eval(*self._draw.arrays)
+            rows = self._draw.results()
+        decoded = time.perf_counter()
+        if self._roots:
+            mx.eval(*self._roots)
+            self._roots.clear()
+        done = self._runner.done_at = time.perf_counter()
+        return StepResult(
+            rows=rows,
+            decode_s=decoded - begun if self._draw is not None else 0.0,
+            prefill_s=done - (decoded if self._draw is not None else begun) if self.plan.prefill else 0.0,
+            compiled=self._compiled,
+        )
+
+
+class MlxRunner:
+    """One model, its page pools and its decode step. Made, used and closed on one thread.
+
+    Args:
+        trace_bound_s: a bucket met in service is traced at once where the longest trace so far took no longer; else it
+            runs eagerly until `maintain` is called.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        memory: MemoryPlan,
+        info: RunnerInfo,
+        *,
+        trace_bound_s: float = float("inf"),
+    ) -> None:
+        self.model = model
+        self.info = info
+        self._memory = memory
+        self._groups = [RowGroup(group.spec) for group in memory.groups]
+        place = {index: g for g, group in enumerate(memory.groups) for index in group.spec.layers}
+        self._layer_groups = [place[layer.shape.index] for layer in layers]
+        self._caches = [
+            layer.kind.rows(layer.shape, self._groups[g], memory.groups[g].num_pages)
+            for layer, g in zip(layers, self._layer_groups, strict=True)
+        ]
+        join_signatures(self._caches)  # raises before any row runs where a kind cannot say what it is
+        self._batch = Batch(info.vocab_size)
+        self.step = DecodeStep(model, self._caches, self._groups)
+        self._attention: dict[int, DecodeVariant] = {}
+        self._default_attention = variant("gathered")
+        self._trace_bound_s = trace_bound_s
+        self._trace_s = 0.0
+        self.done_at = 0.0
+        install_seam(model)
+        mx.eval([cache.state() for cache in self._caches])
+
+    @property
+    def signature(self) -> str:
+        """Identity of the whole model's state."""
+        return join_signatures(self._caches)
+
+    def set_attention(self, default: str, by_rows: Mapping[int, str] | None = None) -> None:
+        """Choose the decode attention variant, by row bucket where they differ."""
+        self._default_attention = variant(default)
+        self._attention = {rows: variant(name) for rows, name in (by_rows or {}).items()}
+
+    def describe(self, *, max_batch: int | None = None, compiled: bool | None = None, **notes: str) -> None:
+        """Change what `info` says."""
+        self.info = replace(
+            self.info,
+            max_batch=self.info.max_batch if max_batch is None else max_batch,
+            compiled=self.info.compiled if compiled is None else compiled,
+            notes={**self.info.notes, **notes},
+        )
+
+    def launch(self, plan: StepPlan) -> MlxStep:
+        """Start a step.
+
+        Raises:
+            IndexError: a row's position is outside its pages. Nothing was launched for it.
+        """
+        self._scrub(plan.scrub)
+        draw, compiled = self._decode(plan.decode) if plan.decode else (None, False)
+        roots = self._prefill(plan.prefill)
+        return MlxStep(self, plan, draw, roots, compiled)
+
+    def _scrub(self, pages: Sequence[tuple[int, ...]]) -> None:
+        for group, dirty in enumerate(pages):
+            if dirty:
+                index = mx.array(dirty, dtype=mx.int32)
+                for cache, at in zip(self._caches, self._layer_groups, strict=True):
+                    if at == group:
+                        cache.scrub(index)
+
+    def _decode(self, entries: Sequence[DecodeEntry]) -> tuple[Draw, bool]:
+        num_rows = row_bucket(len(entries))
+        for index, group in enumerate(self._groups):
+            group.bind([e.row.tables[index] for e in entries], [e.position for e in entries], num_rows)
+        tokens, positions, sampling = self._batch.arrange(entries)
+        drawn, compiled = self.step.run(
+            tokens,
+            positions,
+            self._attention.get(num_rows, self._default_attention),
+            sampling.shape,
+            sampling.inputs(entries),
+            may_trace=self._trace_s <= self._trace_bound_s,
+        )
+        draw = sampling.commit(entries, drawn)
+        self._batch.adopt(entries, draw)
+        mx.async_eval(*draw.arrays)
+        return draw, compiled
+
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> list[mx.array]:
+        roots: list[mx.array] = []
+        groups = [(index, group.spec) for index, group in enumerate(self._groups)]
+        for cohort in cohorts(chunks, self._memory.chunk, padded=self.info.max_batch > 1):
+            roots = prefill(self.model, self._caches, groups, self._layer_groups, cohort)
+            mx.async_eval(*roots)
+        return roots
+
+    def trace(self, num_rows: int, widths: Sequence[int], sampling: SamplingParams) -> float:
+        """Run a step of idle rows, which compiles its bucket where it was not yet; seconds it took."""
+        begun = time.perf_counter()
+        for group, width in zip(self._groups, widths, strict=True):
+            group.bind_idle(num_rows, width)
+        entry = DecodeEntry(Row(0, sampling, 0, (0,), [], ()), 0, 0, 0)
+        batch = Batch(self.info.vocab_size)
+        tokens, _, state = batch.arrange([entry] * num_rows)
+        positions = mx.zeros((num_rows,), mx.int32)
+        attention = self._attention.get(num_rows, self._default_attention)
+        drawn, _ = self.step.run(
+            tokens, positions, attention, state.shape, state.inputs([entry] * num_rows), may_trace=True
+        )
+        mx.eval(drawn)
+        return time.perf_counter() - begun
+
+    def counters(self) -> RunnerCounters:
+        step = self.step
+        return RunnerCounters(
+            graph_compiles=step.compiles,
+            graph_retraces=step.retraces,
+            graph_failures=step.failures,
+            compiled_steps=step.compiled_steps,
+            eager_steps=step.eager_steps,
+            buckets=step.buckets,
+            memory_active_bytes=mx.get_active_memory(),
+            memory_peak_bytes=mx.get_peak_memory(),
+            memory_cache_bytes=mx.get_cache_memory(),
+        )
+
+    def close(self) -> None:
+        """Give back the arrays and this thread's streams; without it the process may abort at exit."""
+        for cache in self._caches:
+            cache.dispose()
+        mx.clear_cache()
+        mx.clear_streams()
