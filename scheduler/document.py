@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 import yaml
+from yaml.reader import ReaderError
 
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.schema import describe, field_names, is_secret, type_at
@@ -109,8 +110,9 @@ def parse_document(text: str, where: str) -> Document:
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         text = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{place}: {_one_line(text)}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{where}: {_one_line(error)}") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{where}:{line}: U+{error.character:04X} is no character of YAML") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -171,7 +173,11 @@ for _kind, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9_]{0,30})", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    (
+        "float",
+        r"[-+]?((0|[1-9][0-9]*)?\.[0-9]+|(0|[1-9][0-9]*)(?=[eE]))([eE][-+]?[0-9]+)?",
+        list("-+.0123456789"),
+    ),
 ):
     _StrictLoader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), _first)
 _StrictLoader.add_constructor(f"{_TAG}float", _StrictLoader.construct_finite)

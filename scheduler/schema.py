@@ -52,10 +52,14 @@ def describe(info: Type) -> str:
             return "text" + _text_limits(info)
         case inspect.VarTupleType() | inspect.ListType():
             return "a list" + _lengths(info.min_length, info.max_length, "entries")
+        case inspect.BoolType():
+            return "true or false"
         case inspect.NoneType():
             return "null"
-        case _:
+        case inspect.StructType():
             return "a map"
+        case _:
+            raise AssertionError(f"no words for {type(info).__name__}")
 
 
 def _one_of(values: Sequence[object]) -> str:

@@ -1,0 +1,377 @@
+"""The deployment file: what it may say, and the one line an error is."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxd.caches.budget import MIN_BYTES, check_budget, parse_budget
+from mlxd.scheduler.addresses import MAX_IPC_PATH_BYTES, check_socket_address, split_host_port
+from mlxd.scheduler.config import Config, ServerConfig, TenantConfig
+from mlxd.scheduler.document import MAX_BYTES, parse_document
+from mlxd.scheduler.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+HASH = "0" * 64
+OTHER_HASH = "1" * 64
+TENANTS = f'tenants:\n  - {{name: acme, token_sha256: "{HASH}"}}\n'
+MINIMAL = "version: 1\n" + TENANTS
+
+
+def error_of(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.parse(text, "x.yaml")
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def with_section(section: str) -> str:
+    """A configuration that is right but for `section`, which begins on its line 4."""
+    return f"{MINIMAL}{section}"
+
+
+def test_two_settings_suffice() -> None:
+    config = Config.parse(MINIMAL)
+    assert config == Config(version=1, tenants=(TenantConfig(name="acme", token_sha256=HASH),))
+
+
+def test_the_example_file_shows_every_default() -> None:
+    text = (ROOT / "deploy/mlxd.yaml").read_text()
+    example = Config.parse(text)
+    digest = example.tenants[0].token_sha256
+    assert example == Config(version=1, tenants=(TenantConfig(name="acme", token_sha256=digest),))
+    every_setting = msgspec.json.decode(msgspec.json.encode(example))
+    assert parse_document(text, "mlxd.yaml").data == every_setting
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("deploy/*.yaml")), ids=lambda path: path.name)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    assert Config.load(path).tenants
+
+
+def test_on_and_off_are_text() -> None:
+    assert Config.parse(with_section("decode: {compile: off}")).decode.compile == "off"
+    assert Config.parse(with_section("decode: {compile: on}")).decode.compile == "on"
+
+
+def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
+    assert Config.parse(with_section("server: {drain_timeout_s: 3}")).server.drain_timeout_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("cach: {}", "x.yaml:4: cach is not a setting; did you mean cache?"),
+        ("cache: {block: 3}", "x.yaml:4: cache.block is not a setting; known are budget, page_size"),
+        (
+            "cache:\n  page_size: 17",
+            "x.yaml:5: cache.page_size is 17; it must be 16, 32, 64, 128, 256 or auto",
+        ),
+        (
+            "cache: {page_size: '16'}",
+            "x.yaml:4: cache.page_size is '16'; it must be 16, 32, 64, 128, 256 or auto",
+        ),
+        ("decode: {compile: no}", "x.yaml:4: decode.compile is 'no'; it must be auto, off or on"),
+        (
+            "scheduler: {max_rows: 0}",
+            "x.yaml:4: scheduler.max_rows is 0; it must be an integer >= 1 and <= 1024",
+        ),
+        (
+            "scheduler: {max_rows: true}",
+            "x.yaml:4: scheduler.max_rows is True; it must be an integer >= 1 and <= 1024",
+        ),
+        (
+            "scheduler: {max_rows: 2.5}",
+            "x.yaml:4: scheduler.max_rows is 2.5; it must be an integer >= 1 and <= 1024",
+        ),
+        (
+            "scheduler: {max_rows: 010}",
+            "x.yaml:4: scheduler.max_rows is '010'; it must be an integer >= 1 and <= 1024",
+        ),
+        (
+            "scheduler: {prefill_chunk: 3}",
+            "x.yaml:4: scheduler.prefill_chunk is 3; it must be auto or an integer >= 16 and <= 65536",
+        ),
+        (
+            "server: {drain_timeout_s: .inf}",
+            "x.yaml:4: server.drain_timeout_s is '.inf'; it must be a number >= 0 and <= 86400",
+        ),
+        ("server: {drain_timeout_s: 1e999}", "x.yaml:4:27: 1e999 is not a finite number"),
+        ("server: null", "x.yaml:4: server is null; it must be a map"),
+        ("model: {path: ''}", "x.yaml:4: model.path is ''; it must be text of 1 or more characters"),
+        ('model: {path: "a\\0b"}', "x.yaml:4:15: 'a\\x00b' has unprintable characters"),
+        ("model: {path: 3}", "x.yaml:4: model.path is 3; it must be text of 1 or more characters"),
+        (
+            "cache: {page_size: 32}\nscheduler: {prefill_chunk: 48}",
+            "x.yaml:5: scheduler.prefill_chunk is 48; it must be a multiple of cache.page_size, 32",
+        ),
+        (
+            "server: {control: 'ipc:///tmp/mlxd.sock'}",
+            "x.yaml:4: server.control is 'ipc:///tmp/mlxd.sock'; it must differ from server.submit",
+        ),
+        (
+            "server: {submit: 'tcp://127.0.0.1:9464'}",
+            "x.yaml:4: server.metrics is '127.0.0.1:9464'; server.submit has that port",
+        ),
+        (
+            "server: {submit: 'tcp://0.0.0.0:7000'}",
+            "x.yaml:4: server.submit is 'tcp://0.0.0.0:7000'; "
+            "CURVE is not available yet: it must be ipc:// or a loopback address",
+        ),
+        (
+            "server: {metrics: 'localhost'}",
+            "x.yaml:4: server.metrics is 'localhost'; it must be HOST:PORT with a port from 0 to 65535",
+        ),
+        (
+            "cache: {budget: true}",
+            'x.yaml:4: cache.budget is True; it must be bytes from 1 MiB on (1073741824, "8GiB", "512MiB") '
+            "or a fraction above 0 up to 1 (0.6)",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_line_and_limit(section: str, message: str) -> None:
+    assert error_of(with_section(section)) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "x.yaml: is empty"),
+        ("# nothing\n", "x.yaml: is empty"),
+        ("---\n", "x.yaml: the root is null; it must be a map of settings"),
+        ("- a", "x.yaml: the root is a list of 1; it must be a map of settings"),
+        ("3", "x.yaml: the root is 3; it must be a map of settings"),
+        ("version: 1", "x.yaml: tenants is missing"),
+        (TENANTS, "x.yaml: version is missing"),
+        ("version: 2\n" + TENANTS, "x.yaml:1: version is 2; it must be 1"),
+        (
+            "version: 1\ntenants: []",
+            "x.yaml:2: tenants is a list of 0; it must be a list of 1 to 10000 entries",
+        ),
+        ("version: 1\ntenants: {}", "x.yaml:2: tenants is a map; it must be a list of 1 to 10000 entries"),
+        ("version: 1\ntenants: [3]", "x.yaml:2: tenants[0] is 3; it must be a map"),
+        ("version: 1\ntenants: [{name: a}]", "x.yaml:2: tenants[0].token_sha256 is missing"),
+        ("version: 1\nversion: 1", "x.yaml:2:1: duplicate key version"),
+        ("1: a", "x.yaml:1:1: a key must be text"),
+        ("? [a]\n: b", "x.yaml:1:3: a key must be text"),
+        ("a: &x 1\nb: *x", "x.yaml:2:4: aliases are not supported"),
+        ("a: !!python/object:os.system {}", "x.yaml:1:4: tags are not supported"),
+        ("a: " + "[" * 100_000, "x.yaml:1:19: nested more than 16 levels deep"),
+        (
+            "a:\n\tb: 1",
+            "x.yaml:2:1: while scanning for the next token found character '\\t' that cannot start any token",
+        ),
+        (
+            "a: 1\n---\nb: 1",
+            "x.yaml:2:1: expected a single document in the stream but found another document",
+        ),
+        ("a: 'b", "x.yaml:1:6: while scanning a quoted scalar found unexpected end of stream"),
+    ],
+)
+def test_a_text_that_is_no_configuration_gets_one_line(text: str, message: str) -> None:
+    assert error_of(text) == message
+
+
+def test_tenant_names_and_tokens_are_unique() -> None:
+    def tenants(*pairs: tuple[str, str]) -> str:
+        lines = [f"  - {{name: {name}, token_sha256: '{digest}'}}" for name, digest in pairs]
+        return "version: 1\ntenants:\n" + "\n".join(lines)
+
+    assert (
+        error_of(tenants(("a", HASH), ("a", OTHER_HASH)))
+        == "x.yaml:4: tenants[1].name is 'a'; tenants[0] has that name"
+    )
+    same_token = error_of(tenants(("a", HASH), ("b", HASH)))
+    assert same_token == "x.yaml:4: tenants[1].token_sha256 is that of tenants[0]; tokens must differ"
+
+
+def test_a_token_in_place_of_its_hash_is_not_repeated() -> None:
+    message = error_of("version: 1\ntenants: [{name: a, token_sha256: hunter2}]")
+    assert "token_sha256 has a wrong value" in message
+    assert "hunter2" not in message
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", ".nan", "1e9", "'3'"])
+def test_weights_are_positive_and_bounded(weight: str) -> None:
+    text = f"version: 1\ntenants: [{{name: a, token_sha256: '{HASH}', weight: {weight}}}]"
+    assert "tenants[0].weight is" in error_of(text)
+
+
+def test_a_configuration_made_in_python_is_held_to_the_same_rules() -> None:
+    good = Config(version=1, tenants=(TenantConfig(name="a", token_sha256=HASH),))
+    good.check()
+    with pytest.raises(ConfigError, match=r"^config: tenants\[0\].weight is -1; it must be a number >="):
+        Config(version=1, tenants=(TenantConfig(name="a", token_sha256=HASH, weight=-1),)).check()
+    with pytest.raises(ConfigError, match=r"server.submit is 'inproc://x'"):
+        Config(version=1, tenants=good.tenants, server=ServerConfig(submit="inproc://x")).check()
+
+
+def test_files_that_cannot_be_read_get_one_line(tmp_path: Path) -> None:
+    (tmp_path / "latin1.yaml").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "huge.yaml").write_bytes(b"#" * (MAX_BYTES + 1))
+    for name, reason in {
+        "missing.yaml": "cannot be read: No such file or directory",
+        ".": "cannot be read: Is a directory",
+        "a\0b": "cannot be read: embedded null byte",
+        "latin1.yaml": "byte 5 is not UTF-8",
+        "huge.yaml": f"is over {MAX_BYTES} bytes, the limit",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            Config.load(f"{tmp_path}/{name}")
+        assert str(caught.value) == f"{tmp_path}/{name}: {reason}"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mlxd.yaml"
+    path.write_text(MINIMAL)
+    path.chmod(0)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        Config.load(path)
+
+
+def test_a_byte_order_mark_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "mlxd.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert Config.load(path).version == 1
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_configuration_or_one_line(text: str) -> None:
+    for candidate in (text, with_section(text), with_section(f"model: {{path: {text}}}")):
+        try:
+            Config.parse(candidate, "x.yaml")
+        except ConfigError as error:
+            message = str(error)
+            assert message.startswith("x.yaml")
+            assert message.isprintable()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+FIELDS = [
+    (section.name, field.name)
+    for section in msgspec.structs.fields(Config)
+    if dataclasses.is_dataclass(section.type) or hasattr(section.type, "__struct_fields__")
+    for field in msgspec.structs.fields(section.type)
+]
+
+
+@given(st.sampled_from(FIELDS), json_values)
+def test_any_value_of_any_setting_is_accepted_or_named(place: tuple[str, str], value: object) -> None:
+    section, field = place
+    tenant = {"name": "a", "token_sha256": HASH}
+    text = msgspec.json.encode({"version": 1, "tenants": [tenant], section: {field: value}}).decode()
+    try:
+        config = Config.parse(text, "x.yaml")
+    except ConfigError as error:
+        message = str(error)
+        causes = (
+            f"{section}.{field}",
+            "unprintable",
+            "no character of YAML",
+            "duplicate key",
+            "a key must be text",
+        )
+        assert any(cause in message for cause in causes)
+    else:
+        assert getattr(getattr(config, section), field) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "free", "size"),
+    [
+        ("8GiB", 2**34, 2**33),
+        ("512MiB", 2**34, 2**29),
+        ("1.5 gib", 2**34, 3 * 2**29),
+        ("2GB", 2**34, 2 * 10**9),
+        (2**20, 2**20, 2**20),
+        (0.5, 2**22, 2**21),
+        (1.0, 2**22, 2**22),
+    ],
+)
+def test_budgets_in_bytes_or_as_a_share(value: str | int | float, free: int, size: int) -> None:
+    assert parse_budget(value, free) == size
+
+
+NO_BUDGETS = (0, -1, 1, MIN_BYTES - 1, True, 0.0, -0.5, 1.01, float("nan"), float("inf"))
+NO_BUDGET_TEXTS = ("", "8", "8G", "GiB", "-1GiB", "1e3MiB", "1KiB", "60%", "٣GiB", "8GiB ")
+
+
+@pytest.mark.parametrize("value", NO_BUDGETS + NO_BUDGET_TEXTS)
+def test_wrong_budgets_are_refused(value: str | int | float) -> None:
+    with pytest.raises(ValueError, match=r"^is .*; it must be bytes from 1 MiB on"):
+        check_budget(value)
+
+
+@pytest.mark.parametrize(("value", "free"), [(2**21, 2**20), (0.5, 2**20), ("1GiB", 2**29)])
+def test_a_budget_the_device_does_not_hold_is_refused(value: str | int | float, free: int) -> None:
+    with pytest.raises(ValueError, match=f"to the {free} bytes that are free"):
+        parse_budget(value, free)
+
+
+@given(st.floats(0, 1, exclude_min=True), st.integers(MIN_BYTES, 2**45))
+def test_a_share_never_exceeds_what_is_free(share: float, free: int) -> None:
+    if int(share * free) >= MIN_BYTES:
+        assert parse_budget(share, free) <= free
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ipc:///run/mlxd/s",
+        "tcp://127.0.0.1:1",
+        "tcp://127.1.2.3:65535",
+        "tcp://localhost:7000",
+        "tcp://[::1]:7000",
+    ],
+)
+def test_unix_sockets_and_loopback_are_accepted(address: str) -> None:
+    check_socket_address(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("", "it must be ipc:///PATH or tcp://"),
+        ("/tmp/x", "it must be ipc:///PATH or tcp://"),
+        ("http://127.0.0.1:1", "it must be ipc:///PATH or tcp://"),
+        ("ipc://", "its path must be absolute"),
+        ("ipc://x.sock", "its path must be absolute"),
+        ("ipc://@abstract", "its path must be absolute"),
+        ("ipc:///tmp/", "its path must be absolute and name a file"),
+        ("ipc:///" + "x" * MAX_IPC_PATH_BYTES, f"its path has {MAX_IPC_PATH_BYTES + 1} bytes"),
+        ("ipc:///" + "ä" * (MAX_IPC_PATH_BYTES // 2 + 1), "a socket's path has at most"),
+        ("tcp://*:7000", "it must be HOST:PORT"),
+        ("tcp://127.0.0.1", "it must be HOST:PORT"),
+        ("tcp://127.0.0.1:65536", "it must be HOST:PORT"),
+        ("tcp://127.0.0.1:0", "its port must be from 1"),
+        ("tcp://10.0.0.1:7000", "CURVE is not available yet"),
+        ("tcp://example.com:7000", "CURVE is not available yet"),
+        ("tcp://[::]:7000", "CURVE is not available yet"),
+    ],
+)
+def test_other_addresses_are_refused(address: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=r"^is '.*'; ") as caught:
+        check_socket_address(address)
+    assert reason in str(caught.value)
+
+
+def test_the_longest_socket_path_is_accepted() -> None:
+    check_socket_address("ipc:///" + "x" * (MAX_IPC_PATH_BYTES - 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("0.0.0.0:0", ("0.0.0.0", 0)), ("host.name:9464", ("host.name", 9464)), ("[::1]:1", ("::1", 1))],
+)
+def test_a_metrics_address_is_host_and_port(text: str, parts: tuple[str, int]) -> None:
+    assert split_host_port(text) == parts
