@@ -133,7 +133,7 @@ def _config(metadata: _Metadata, weights: dict[str, mx.array]) -> dict[str, Any]
 
 
 def _quantization(weights: dict[str, mx.array]) -> dict[str, Any]:
-    """mlx-lm's entry: the packing of most modules, then by name of those packed otherwise; empty if none is."""
+    """mlx-lm's entry: the packing of most modules, then that of the others by name; empty if none."""
     packings = {
         name.removesuffix(".scales"): _packing(weights[name.removesuffix("scales") + "weight"], scales)
         for name, scales in weights.items()

@@ -1,0 +1,167 @@
+"""[M] From a name in the configuration to a model in memory, ready for the device it will run on."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub
+import mlx.core as mx
+import mlx_lm.utils
+from huggingface_hub.errors import HfHubHTTPError
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from mlxd.batching.builtin import BUILTIN, pull
+from mlxd.batching.errors import ModelError
+from mlxd.batching.model_files import inspect
+from mlxd.batching.runner import Progress
+from mlxd.batching.text import Tokenizer
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ("*.json", "*.jinja", "*.txt", "model*.safetensors", "tokenizer.model", "*.tiktoken")
+_LONGEST_REASON = 400
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An mlx-lm model whose weights are evaluated.
+
+    Attributes:
+        config: config.json as mlx-lm completed it.
+        eos_token_ids: all that config, generation config and tokenizer declare; may be empty.
+        vocab_size: columns of the logits as the config declares them; the tokenizer may know fewer tokens.
+        max_model_len: positions a row may use, at least 1.
+        weights_bytes: of all parameters as they lie in memory.
+        dtype: of most floating-point parameters, so of activations and KV.
+    """
+
+    model: Module
+    config: dict[str, Any]
+    path: Path
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int
+    weights_bytes: int
+    dtype: mx.Dtype
+
+
+def resolve(name: str, progress: Progress) -> Path:
+    """The folder of a model, downloaded where it has to be.
+
+    Args:
+        name: a built-in model, a folder, or a hub name ("owner/model"), tried in this order.
+        progress: told of the stages "download" and "convert", if there are any.
+    Raises:
+        ModelError: there is no such model, or it could not be fetched.
+    """
+    if name in BUILTIN:
+        return pull(name, progress)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not _HUB_NAME.fullmatch(name):
+        raise ModelError(f"model {name!r} is no folder, hub name or built-in model ({', '.join(BUILTIN)})")
+    return _fetch_from_hub(name, progress)
+
+
+def load_model(path: Path, progress: Progress, max_model_len: int | None = None) -> LoadedModel:
+    """Load a model folder through mlx-lm on the calling thread, which from then on owns it.
+
+    On the CPU every weight is unpacked to float32; half-precision and packed products are slow there.
+
+    Args:
+        progress: told of the stage "load".
+        max_model_len: a shorter context than the model's own, or the context of a model that names none.
+    Raises:
+        ModelError: a file is missing or damaged, or mlx-lm does not know the model or cannot fit its weights.
+    """
+    files = inspect(path)
+    tokenizer = Tokenizer.load(path)
+    context = _context(path, files.max_model_len, max_model_len)
+    progress("load", 0.0)
+    model, config = _build(path)
+    if mx.default_device() == mx.Device(mx.cpu):
+        _make_float32(model)
+    _evaluate(model, progress)
+    parameters = _parameters(model)
+    return LoadedModel(
+        model=model,
+        config=config,
+        path=path,
+        eos_token_ids=tokenizer.eos_token_ids,
+        vocab_size=files.vocab_size,
+        max_model_len=context,
+        weights_bytes=sum(array.nbytes for array in parameters),
+        dtype=_main_dtype(parameters),
+    )
+
+
+def _fetch_from_hub(name: str, progress: Progress) -> Path:
+    progress("download", 0.0)
+    try:
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ModelError(f"cannot fetch {name!r} from the hub: {_reason(error)}") from error
+    progress("download", 1.0)
+    return Path(folder)
+
+
+def _context(path: Path, own: int | None, asked: int | None) -> int:
+    if own is None and asked is None:
+        raise ModelError(f"{path} names no context length; set model.max_model_len")
+    if own is not None and asked is not None and asked > own:
+        raise ModelError(f"model.max_model_len is {asked}; the context of {path.name} is {own}")
+    return asked or own or 0
+
+
+def _build(path: Path) -> tuple[Module, dict[str, Any]]:
+    """The model with its weights still lazy."""
+    try:
+        return mlx_lm.utils.load_model(path, lazy=True)
+    # What a wrong config or weight raises depends on the model's own code.
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError) as error:
+        raise ModelError(f"{path}: mlx-lm cannot build the model: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """One line, however much the library had to say."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = f"no entry {text}" if isinstance(error, KeyError) else text
+    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."
+
+
+def _make_float32(model: Module) -> None:
+    """Unpack and cast all weights lazily. Scales are cast first, so that unpacking rounds nothing."""
+    model.set_dtype(mx.float32)
+    mlx_lm.utils.dequantize_model(model)
+    model.set_dtype(mx.float32)
+    modules: list[tuple[str, Module]] = model.named_modules()  # type: ignore[no-untyped-call]
+    for name, module in modules:
+        if "scales" in module:
+            raise ModelError(f"layer {name} ({type(module).__name__}) cannot be unpacked for the CPU")
+
+
+def _evaluate(model: Module, progress: Progress) -> None:
+    """Read the weights one by one: packed ones do not pile up beside unpacked ones, and progress is told."""
+    parameters = _parameters(model)
+    total = sum(array.nbytes for array in parameters)
+    done = 0
+    for array in parameters:
+        mx.eval(array)
+        done += array.nbytes
+        progress("load", done / total)
+
+
+def _parameters(model: Module) -> list[mx.array]:
+    # Without a destination tree_flatten makes a list of pairs.
+    pairs = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
+    return [array for _, array in cast(list[tuple[str, mx.array]], pairs)]
+
+
+def _main_dtype(parameters: list[mx.array]) -> mx.Dtype:
+    sizes: dict[mx.Dtype, int] = {}
+    for array in parameters:
+        if mx.issubdtype(array.dtype, mx.floating):
+            sizes[array.dtype] = sizes.get(array.dtype, 0) + array.size
+    return max(sizes, key=lambda dtype: sizes[dtype])
