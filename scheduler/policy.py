@@ -1,0 +1,79 @@
+"""Whose request is next."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from mlxd.scheduler.config import SchedulerConfig
+from mlxd.scheduler.tenants import Tenant
+
+
+class Policy(Protocol):
+    """Orders tenants that have a queue. Within a tenant the order is always that of arrival."""
+
+    def rank(self, tenant: Tenant) -> tuple[float, str]:
+        """Smallest is next; unique among tenants."""
+        ...
+
+    def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
+        """`tenant` is about to queue its first request; `others` have a queue already."""
+        ...
+
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
+        """Work was done for `tenant`: adds to its `service`."""
+        ...
+
+
+class _Metered:
+    """Counts service in weighted tokens over the tenant's weight."""
+
+    def __init__(self, prompt_weight: float, output_weight: float) -> None:
+        self._prompt_weight = prompt_weight
+        self._output_weight = output_weight
+
+    def _charged(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> float:
+        cost = self._prompt_weight * prompt_tokens + self._output_weight * output_tokens
+        return tenant.service + cost / tenant.weight
+
+
+class FcfsPolicy(_Metered):
+    """First come, first served, over all tenants. Service is counted for the metrics and orders nothing."""
+
+    def rank(self, tenant: Tenant) -> tuple[float, str]:
+        return (tenant.head.number, tenant.name)
+
+    def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
+        pass
+
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
+        tenant.service = self._charged(tenant, prompt_tokens, output_tokens)
+
+
+class FairPolicy(_Metered):
+    """Virtual token counters: the tenant that was served least for its weight is next, ties by name.
+
+    A tenant is charged as its work is done, and nothing is given back. Prompt tokens of its rows that are
+    still to be computed count for its rank, so that one step does not admit many requests on one low counter.
+
+    A queue that was empty earns no credit: on return its tenant starts at the smallest counter of those that
+    queue; where none does, at the counter that was charged last.
+    Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588.
+    """
+
+    def __init__(self, prompt_weight: float, output_weight: float) -> None:
+        super().__init__(prompt_weight, output_weight)
+        self._last_charged = 0.0
+
+    def rank(self, tenant: Tenant) -> tuple[float, str]:
+        return (self._charged(tenant, tenant.prefill_left, 0), tenant.name)
+
+    def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
+        floor = min((other.service for other in others), default=self._last_charged)
+        tenant.service = max(tenant.service, floor)
+
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
+        tenant.service = self._last_charged = self._charged(tenant, prompt_tokens, output_tokens)
+
+
+def make_policy(config: SchedulerConfig) -> Policy:
+    kinds: dict[str, type[FcfsPolicy] | type[FairPolicy]] = {"fcfs": FcfsPolicy, "fair": FairPolicy}
+    return kinds[config.policy](config.prompt_weight, config.output_weight)

@@ -1,0 +1,49 @@
+"""How much prefill a step holds, and whose."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from mlxd.scheduler.request import Request
+
+_DECAY = 0.8
+
+
+class PrefillBudget:
+    """Tokens of prefill that fit a time, from the speed seen lately.
+
+    Seconds and tokens decay together, so that a step weighs as much as the tokens it computed.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._seconds = 0.0
+        self._tokens = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """0 until a speed was seen: then a step holds one chunk."""
+        return int(self._limit_s * self._tokens / self._seconds) if self._seconds > 0 else 0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step computed `num_tokens` of prefill in `seconds`."""
+        if num_tokens > 0 and seconds > 0:
+            self._seconds = _DECAY * self._seconds + seconds
+            self._tokens = _DECAY * self._tokens + num_tokens
+
+
+class PrefillTurns:
+    """Whose chunk is next: by turns the row with the least left, and the one that entered first.
+
+    The first turn lets short prompts pass long ones; the second gives the oldest row at least every second
+    chunk, so that each row in time becomes the oldest and ends.
+    """
+
+    def __init__(self) -> None:
+        self._oldest_next = False
+
+    def pick(self, rows: Sequence[Request]) -> Request:
+        """`rows` in entering order, not empty. The turn passes on by `took`."""
+        return rows[0] if self._oldest_next else min(rows, key=attrgetter("prefill_left"))
+
+    def took(self) -> None:
+        self._oldest_next = not self._oldest_next

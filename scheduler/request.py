@@ -1,0 +1,130 @@
+"""A waiting or running job, and the states it may go through."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from mlxd.batching.row import Row
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.caches.ledger import Reservation
+from mlxd.scheduler.errors import InvalidTransitionError
+from mlxd.scheduler.events import RequestKey, Usage
+
+_MASK = 2**64 - 1
+
+
+class RequestState(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    """Lost its pages and keeps its tokens; runs again by recomputing them."""
+    FINISHED = auto()
+
+
+_ALLOWED = {
+    RequestState.WAITING: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.RUNNING: {RequestState.PREEMPTED, RequestState.FINISHED},
+    RequestState.PREEMPTED: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One accepted request. Whether it prefills or decodes is derived from its counts, never stored.
+
+    Its known tokens are prompt + output; the last one is fed by a decode step, those before it by chunks:
+
+        [0, prefill_end)             chunks, since it last entered the batch
+        [prefill_end, num_computed)  decode steps
+
+    Attributes:
+        number: order of arrival, unique.
+        seed: the client's, or derived from the engine's seed and `number`.
+        stop_ids: tokens that end it: its own stop ids, and the model's unless ignore_eos.
+        worst_case: pages it may hold at most.
+        output: tokens drawn and read.
+        num_computed: positions whose keys and values are scheduled or there.
+        num_inflight: tokens being drawn by launched steps that were not read yet.
+        num_charged: prompt positions its tenant was charged for; a recomputation is not charged again.
+        num_overtaken: requests that were picked after it and entered before it.
+        entered_at: when it last entered the batch.
+    """
+
+    number: int
+    key: RequestKey
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    worst_case: Reservation
+    arrived_at: float
+    state: RequestState = RequestState.WAITING
+    row: Row | None = None
+    output: list[int] = field(default_factory=list)
+    prefill_end: int = 0
+    num_computed: int = 0
+    num_inflight: int = 0
+    num_charged: int = 0
+    num_overtaken: int = 0
+    num_preemptions: int = 0
+    entered_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.key.tenant
+
+    @property
+    def num_known(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def prefill_left(self) -> int:
+        """Positions that chunks still have to compute; while it is queued, those it will need."""
+        if self.row is None:
+            return self.num_known - 1
+        return max(0, self.prefill_end - self.num_computed)
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether its next step may draw a token: its chunks are all scheduled, max_tokens are not drawn."""
+        drawn = len(self.output) + self.num_inflight
+        return self.num_computed >= self.prefill_end and drawn < self.sampling.max_tokens
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), len(self.output))
+
+    def chunk_end(self, chunk: int) -> int:
+        """Where its next chunk ends: the next multiple of `chunk`, whoever shares the batch."""
+        start = self.num_computed if self.row is not None else 0
+        return min((start // chunk + 1) * chunk, start + self.prefill_left)
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens [start, end)."""
+        split = len(self.prompt)
+        if end <= split:
+            return self.prompt[start:end]
+        return self.prompt[start:split] + tuple(self.output[max(0, start - split) : end - split])
+
+    def charge_prompt(self) -> int:
+        """Prompt positions computed for the first time since the last call."""
+        end = min(self.num_computed, len(self.prompt))
+        fresh = max(0, end - self.num_charged)
+        self.num_charged += fresh
+        return fresh
+
+    def transition(self, to: RequestState) -> None:
+        """Raises InvalidTransitionError: a bug of ours, never the client's."""
+        if to not in _ALLOWED[self.state]:
+            raise InvalidTransitionError(f"{self.key}: {self.state.name} -> {to.name}")
+        self.state = to
+
+
+def derive_seed(engine_seed: int, number: int) -> int:
+    """A request's 64-bit seed where it gave none: SplitMix64 of the engine's seed and its arrival number."""
+    z = (engine_seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

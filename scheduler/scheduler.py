@@ -1,0 +1,197 @@
+"""From submissions to steps, and from their results to events. Pure: time comes in, plans and events go out."""
+
+from collections import deque
+
+from mlxd.batching.plan import RowResult, StepPlan, StepResult
+from mlxd.batching.runner import RunnerInfo
+from mlxd.metrics.recorder import NullRecorder, Recorder
+from mlxd.metrics.stats import RequestStats
+from mlxd.scheduler.admission import Admission
+from mlxd.scheduler.batch import Batch
+from mlxd.scheduler.config import Config
+from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.policy import make_policy
+from mlxd.scheduler.request import Request, RequestState, derive_seed
+from mlxd.scheduler.step import Step, StepOutcome, Tally
+from mlxd.scheduler.tenants import TenantBook
+
+
+class Scheduler:
+    """Every open request, from its acceptance to its one Finished.
+
+    `schedule` may run once more before the result of the step before is read; results are read in step
+    order. A token that was drawn for a request after its end is dropped.
+
+    Attributes:
+        space, book, batch: KV memory, tenants and rows; others read them only.
+        is_draining: refuse what is submitted from now on.
+    """
+
+    def __init__(
+        self, config: Config, info: RunnerInfo, *, seed: int = 0, recorder: Recorder | None = None
+    ) -> None:
+        policy = make_policy(config.scheduler)
+        self.space = KvSpace(info.memory, config.scheduler.overcommit)
+        self.book = TenantBook(config.tenants, info.memory)
+        self.is_draining = False
+        self._policy = policy
+        self._admission = Admission(config.scheduler, self.space, policy)
+        self.batch = Batch(
+            config.scheduler, info, space=self.space, book=self.book, policy=policy, admission=self._admission
+        )
+        self._eos = info.eos_token_ids
+        self._seed = seed
+        self._recorder = recorder or NullRecorder()
+        self._open: dict[RequestKey, Request] = {}
+        self._next_step = Step(step_id=1)
+        self._launched: deque[Step] = deque()
+        self._tally = Tally()
+        self._num_accepted = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._open) - len(self.batch)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps planned."""
+        return self._next_step.step_id - 1
+
+    def submit(self, submission: Submission) -> Event:
+        """Queue a checked request of a configured tenant, or say why not."""
+        key = submission.key
+        request = self._make_request(submission)
+        refusal = self._refuse(request)
+        if refusal is not None:
+            self._recorder.rejected(key.tenant, refusal.reason)
+            return refusal
+        tenant = self.book[key.tenant]
+        if not tenant.queue:
+            self._policy.activate(tenant, self.book.queued.values())
+        self._num_accepted += 1
+        self._open[key] = request
+        self.book.enqueue(request)
+        self._recorder.accepted(key.tenant)
+        return Accepted(key)
+
+    def _make_request(self, submission: Submission) -> Request:
+        sampling, number = submission.sampling, self._num_accepted
+        eos: frozenset[int] = frozenset() if sampling.ignore_eos else self._eos
+        return Request(
+            number=number,
+            key=submission.key,
+            prompt=submission.prompt,
+            sampling=sampling,
+            seed=derive_seed(self._seed, number) if sampling.seed is None else sampling.seed,
+            stop_ids=eos.union(sampling.stop_token_ids),
+            worst_case=self.space.worst_case(len(submission.prompt), sampling.max_tokens),
+            arrived_at=submission.arrived_at,
+        )
+
+    def _refuse(self, request: Request) -> Rejected | None:
+        key = request.key
+        if key in self._open:
+            return Rejected(
+                key, "id_conflict", f"request {key.request_id!r} is open already", retryable=False
+            )
+        if self.is_draining:
+            return Rejected(key, "draining", "the daemon is draining", retryable=True)
+        return self._admission.refuse(request, self.book[key.tenant], self.num_waiting)
+
+    def cancel(self, key: RequestKey, outcome: str, now: float) -> list[Event]:
+        """End an open request with `outcome`; an unknown key is nothing."""
+        request = self._open.get(key)
+        return [] if request is None else [self._finish(request, outcome, now)]
+
+    def end_all(self, outcome: str, error_code: str, error: str, now: float) -> list[Event]:
+        """End every open request, in order of arrival."""
+        return [
+            self._finish(request, outcome, now, error_code, error) for request in list(self._open.values())
+        ]
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step; None where nothing can be computed before a launched step is read, or at all."""
+        step = self._next_step
+        step.planned_at = now
+        self.batch.plan(step, now)
+        if step.is_empty:
+            return None
+        self._next_step = Step(step.step_id + 1)
+        self._launched.append(step)
+        return step.plan(self.space.take_scrub(), self.batch.take_left())
+
+    def postprocess(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
+        """Take a step's tokens and faults."""
+        step = self._launched.popleft()
+        assert step.step_id == plan.step_id, f"step {plan.step_id} read before step {step.step_id}"
+        events: list[Event] = []
+        for request, entry, row in zip(step.decoding, step.decode, result.rows, strict=True):
+            assert row.row_id == entry.row.row_id, (
+                f"result of row {row.row_id} in place of {entry.row.row_id}"
+            )
+            request.num_inflight -= 1
+            if request.state is not RequestState.FINISHED:
+                self._accept(request, row, now, events)
+        for request, chunk in zip(step.prefilling, step.chunks, strict=True):
+            fault = result.prefill_faults.get(chunk.row.row_id)
+            if fault is not None and request.state is not RequestState.FINISHED:
+                events.append(self._fail(request, fault, now))
+        for name, num_tokens in self._tally.generated.items():
+            self._policy.charge(self.book[name], 0, num_tokens)
+            self.book.touched.add(name)
+        self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
+        tally, self._tally = self._tally, Tally()
+        return StepOutcome(events, tally.stats(step, result, now))
+
+    def _accept(self, request: Request, result: RowResult, now: float, events: list[Event]) -> None:
+        if result.fault is not None:
+            events.append(self._fail(request, result.fault, now))
+            return
+        request.output.append(result.token)
+        if request.last_token_at is None:
+            request.first_token_at = now
+        else:
+            self._tally.gaps_s.append(now - request.last_token_at)
+        request.last_token_at = now
+        self._tally.generated[request.tenant] += 1
+        logprobs = () if result.logprobs is None else (result.logprobs,)
+        events.append(Tokens(request.key, (result.token,), logprobs))
+        if result.token in request.stop_ids:
+            events.append(self._finish(request, "stop", now))
+        elif len(request.output) >= request.sampling.max_tokens:
+            events.append(self._finish(request, "length", now))
+
+    def _fail(self, request: Request, code: str, now: float) -> Finished:
+        return self._finish(request, "failed", now, code, f"this request's own computation failed: {code}")
+
+    def _finish(
+        self, request: Request, outcome: str, now: float, error_code: str = "", error: str = ""
+    ) -> Finished:
+        if request.row is not None:
+            self.batch.remove(request)
+            self._admission.left(now, len(self.batch))
+        else:
+            self.book.dequeue(request)
+        request.transition(RequestState.FINISHED)
+        del self._open[request.key]
+        self._tally.left += 1
+        self._recorder.request(_request_stats(request, outcome, now))
+        return Finished(request.key, outcome, request.usage, error_code, error)
+
+
+def _request_stats(request: Request, outcome: str, now: float) -> RequestStats:
+    arrived_at = request.arrived_at
+    return RequestStats(
+        tenant=request.tenant,
+        outcome=outcome,
+        prompt_tokens=len(request.prompt),
+        generated_tokens=len(request.output),
+        queue_s=None if request.entered_at is None else request.entered_at - arrived_at,
+        first_token_s=None if request.first_token_at is None else request.first_token_at - arrived_at,
+        duration_s=now - arrived_at,
+    )

@@ -1,0 +1,99 @@
+"""A step from its planning to its tokens."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, StepPlan, StepResult
+from mlxd.metrics.stats import StepStats
+from mlxd.scheduler.events import Event
+from mlxd.scheduler.request import Request
+
+
+class StepOutcome(NamedTuple):
+    """What postprocess leaves: events in order, and the step's facts but for host times (join_s, leave_s: 0)."""
+
+    events: list[Event]
+    stats: StepStats
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A plan being made; kept until its result is read, since rows may leave in between.
+
+    Attributes:
+        decoding, prefilling: the requests of `decode` and `chunks`, in the same order.
+        num_joined, num_preempted: rows that entered, and that gave up their pages, while it was planned.
+    """
+
+    step_id: int
+    planned_at: float = 0.0
+    decode: list[DecodeEntry] = field(default_factory=list)
+    decoding: list[Request] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    prefilling: list[Request] = field(default_factory=list)
+    num_prefill_tokens: int = 0
+    num_joined: int = 0
+    num_preempted: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decode and not self.chunks
+
+    def add_decode(self, request: Request) -> None:
+        """Advances the request by one position and one token in flight. Its row has room."""
+        assert request.row is not None
+        position = request.num_computed
+        token = None
+        if position == request.prefill_end:
+            token = request.output[-1] if request.output else request.prompt[-1]
+        index = len(request.output) + request.num_inflight
+        self.decode.append(DecodeEntry(request.row, position, index, token))
+        self.decoding.append(request)
+        request.num_computed += 1
+        request.num_inflight += 1
+
+    def add_chunk(self, request: Request, end: int) -> None:
+        """Advances the request to position `end`. Its row has room."""
+        assert request.row is not None
+        start = request.num_computed
+        self.chunks.append(PrefillChunk(request.row, start, end, request.tokens(start, end)))
+        self.prefilling.append(request)
+        self.num_prefill_tokens += end - start
+        request.num_computed = end
+
+    def plan(self, scrub: tuple[tuple[int, ...], ...], left: tuple[int, ...]) -> StepPlan:
+        return StepPlan(self.step_id, tuple(self.decode), tuple(self.chunks), scrub, left)
+
+    def prefill_tokens(self) -> dict[str, int]:
+        """Positions computed, by tenant."""
+        tokens: Counter[str] = Counter()
+        for request, chunk in zip(self.prefilling, self.chunks, strict=True):
+            tokens[request.tenant] += chunk.num_tokens
+        return dict(tokens)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts since the last step that was read."""
+
+    generated: Counter[str] = field(default_factory=Counter)
+    gaps_s: list[float] = field(default_factory=list)
+    left: int = 0
+
+    def stats(self, step: Step, result: StepResult, now: float) -> StepStats:
+        return StepStats(
+            decode_rows=len(step.decode),
+            prefill_tokens=step.prefill_tokens(),
+            generated_tokens=dict(self.generated),
+            step_s=now - step.planned_at,
+            decode_s=result.decode_s,
+            prefill_s=result.prefill_s,
+            join_s=0.0,
+            leave_s=0.0,
+            joined=step.num_joined,
+            left=self.left,
+            token_gaps_s=tuple(self.gaps_s),
+            preemptions={"pages": step.num_preempted} if step.num_preempted else {},
+            compiled=result.compiled,
+        )
