@@ -14,12 +14,25 @@ from mlxd.batching.plan import DecodeEntry, PrefillChunk, StepPlan, StepResult
 from mlxd.batching.prefill import cohorts, prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
+from mlxd.batching.sampler import SamplingShape
 from mlxd.batching.sampler_state import Draw
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.contract import join_signatures
 from mlxd.caches.kinds import Layer
 from mlxd.caches.row_group import RowGroup, row_bucket
 from mlxd.caches.sizing import MemoryPlan
+
+
+def _params_with(shape: SamplingShape) -> SamplingParams:
+    """Some parameters whose sampling graph has exactly these parts."""
+    return SamplingParams(
+        temperature=1.0 if shape.draw else 0.0,
+        top_k=2 if shape.top_k else 0,
+        top_p=0.5 if shape.top_p else 1.0,
+        presence_penalty=1.0 if shape.penalties else 0.0,
+        logit_bias={token: 0.0 for token in range(shape.bias_width)},
+        top_logprobs=1 if shape.logprobs else None,
+    )
 
 
 class MlxStep:
@@ -97,6 +110,11 @@ class MlxRunner:
         mx.eval([cache.state() for cache in self._caches])
 
     @property
+    def dtype(self) -> mx.Dtype:
+        """Of keys and values, so of activations."""
+        return self._caches[0].shape.dtype
+
+    @property
     def signature(self) -> str:
         """Identity of the whole model's state."""
         return join_signatures(self._caches)
@@ -156,8 +174,8 @@ class MlxRunner:
         roots: list[mx.array] = []
         groups = [(index, group.spec) for index, group in enumerate(self._groups)]
         for cohort in cohorts(chunks, self._memory.chunk, padded=self.info.max_batch > 1):
-            roots = prefill(self.model, self._caches, groups, self._layer_groups, cohort)
-            mx.async_eval(*roots)
+            roots.append(prefill(self.model, self._caches, groups, self._layer_groups, cohort))
+            mx.async_eval(roots[-1])
         return roots
 
     def trace(self, num_rows: int, widths: Sequence[int], sampling: SamplingParams) -> float:
@@ -174,7 +192,16 @@ class MlxRunner:
             tokens, positions, attention, state.shape, state.inputs([entry] * num_rows), may_trace=True
         )
         mx.eval(drawn)
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        self._trace_s = max(self._trace_s, seconds if self.step.enabled else 0.0)
+        return seconds
+
+    def maintain(self) -> bool:
+        """Trace the oldest bucket that ran eagerly for want of a trace."""
+        for bucket in list(self.step.wanted)[:1]:
+            self.trace(bucket.num_rows, bucket.widths, _params_with(bucket.sampling))
+            self.step.wanted.pop(bucket, None)
+        return bool(self.step.wanted)
 
     def counters(self) -> RunnerCounters:
         step = self.step

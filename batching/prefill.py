@@ -25,7 +25,11 @@ def cohorts(chunks: Sequence[PrefillChunk], max_tokens: int, *, padded: bool) ->
     fresh = [chunk for chunk in chunks if not chunk.start and padded]
     for chunk in sorted(fresh, key=lambda c: -c.num_tokens):
         last = shared[-1] if shared else None
-        if last and (len(last) + 1) * last[0].num_tokens <= max_tokens and 2 * chunk.num_tokens >= last[0].num_tokens:
+        if (
+            last
+            and (len(last) + 1) * last[0].num_tokens <= max_tokens
+            and 2 * chunk.num_tokens >= last[0].num_tokens
+        ):
             last.append(chunk)
         else:
             shared.append([chunk])
@@ -38,7 +42,7 @@ def prefill(
     groups: Sequence[tuple[int, GroupSpec]],
     layer_groups: Sequence[int],
     cohort: Sequence[PrefillChunk],
-) -> list[mx.array]:
+) -> mx.array:
     """Build one prefill forward; the caches adopt its writes, nothing is evaluated.
 
     The logits are left unevaluated, so neither the head nor anything after the last layer's keys and values is ever
@@ -48,14 +52,19 @@ def prefill(
         groups: (index into a row's tables, spec) of each group.
         layer_groups: per cache, which of `groups` it belongs to.
     Returns:
-        The arrays whose evaluation runs the forward.
+        A scalar whose evaluation runs the forward. It stands for the pools, which must not be held until the step is
+        read: the next step's writes would then copy them.
     """
     start = cohort[0].start
     ends = [chunk.end for chunk in cohort]
     views = [
-        PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends) for index, spec in groups
+        PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends)
+        for index, spec in groups
     ]
     length = max(chunk.num_tokens for chunk in cohort)
     tokens = mx.array([chunk.tokens + (0,) * (length - chunk.num_tokens) for chunk in cohort], dtype=mx.int32)
-    model(tokens, cache=[cache.prefill(views[group]) for cache, group in zip(caches, layer_groups, strict=True)])
-    return [array for cache in caches for array in cache.state()]
+    model(
+        tokens, cache=[cache.prefill(views[group]) for cache, group in zip(caches, layer_groups, strict=True)]
+    )
+    done: mx.array = mx.depends(mx.zeros(()), [array for cache in caches for array in cache.state()])
+    return done

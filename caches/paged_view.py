@@ -26,13 +26,18 @@ class PagedView:
     """One group inside a decode step; every derived array is built once and shared by the group's layers.
 
     Args:
-        table: int32 [B, T], physical pages, oldest first, padded with the scratch page.
+        table: int32 [B, T], physical pages, oldest first; columns past a row's pages repeat its last one.
         start: int32 [B], position of each row's first column.
         positions: int32 [B], where each row's new position goes.
     """
 
     def __init__(
-        self, spec: GroupSpec, table: mx.array, start: mx.array, positions: mx.array, attention: DecodeAttention
+        self,
+        spec: GroupSpec,
+        table: mx.array,
+        start: mx.array,
+        positions: mx.array,
+        attention: DecodeAttention,
     ) -> None:
         self.spec = spec
         self.table = table
@@ -109,7 +114,9 @@ class PrefillView:
             raise IndexError(f"a chunk starts at {start}, not a multiple of the page size {spec.page_size}")
         for table, end in zip(tables, ends, strict=True):
             if not table.start <= start < end <= table.end:
-                raise IndexError(f"chunk [{start}, {end}) is outside the pages held, [{table.start}, {table.end})")
+                raise IndexError(
+                    f"chunk [{start}, {end}) is outside the pages held, [{table.start}, {table.end})"
+                )
         self.spec = spec
         self.start = start
         self._tables = tables

@@ -75,7 +75,9 @@ class RowGroup:
         self._table = np.full((num_rows, width), SCRATCH_PAGE, np.int32)
         self._start = np.zeros((num_rows,), np.int32)
         for i, table in enumerate(self.tables):
-            self._table[i, : len(table.pages)] = table.pages
+            held = len(table.pages)
+            self._table[i, :held] = table.pages
+            self._table[i, held:] = table.pages[-1]
             self._start[i] = table.start
 
     def advanced(self, offsets: tuple[int, ...]) -> tuple[int, ...]:
@@ -92,7 +94,11 @@ class RowGroup:
 
     @property
     def table(self) -> _IntArray:
-        """int32 [num_rows, width], physical pages, oldest first, padded with the scratch page."""
+        """int32 [num_rows, width], physical pages, oldest first.
+
+        Columns past a row's pages repeat its last one: masked numbers must be finite too, and so a row reads only what
+        is its own. Idle rows have the scratch page alone.
+        """
         return self._table
 
     @property
