@@ -1,0 +1,132 @@
+"""Models for benchmarks: real ones, and Llama shapes with random weights."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+
+from mlxd.batching import tuning
+from mlxd.batching.memory import layers_of
+from mlxd.batching.mlx_runner import MlxRunner
+from mlxd.batching.model import load_model, resolve
+from mlxd.batching.runner import RunnerInfo
+from mlxd.caches.kinds import group_specs
+from mlxd.caches.sizing import plan_memory
+
+_TUNING_S = 60.0
+
+SMOLLM2 = "smollm2-135m-instruct"
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+"""Llama 3.2 1B, Llama 3.1 8B, and one for trying the benchmark out."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    name: str
+    model: nn.Module
+    vocab_size: int
+
+
+def load(name: str) -> BenchModel:
+    """A shape of SHAPES with random weights, "smollm2", or whatever `mlxd serve` takes as a model.
+
+    Weights are float32 on the CPU; random ones are bfloat16 on a GPU.
+    """
+    if name in SHAPES:
+        return BenchModel(name, _random_llama(name), SHAPES[name]["vocab_size"])
+    loaded = load_model(resolve(SMOLLM2 if name == "smollm2" else name, _silent), _silent)
+    return BenchModel(name, loaded.model, loaded.vocab_size)
+
+
+def _silent(stage: str, share: float) -> None:
+    """No progress is shown."""
+
+
+def _random_llama(name: str) -> nn.Module:
+    mx.random.seed(0)
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            rms_norm_eps=1e-5,
+            rope_theta=5e5,
+            tie_word_embeddings=name != "8b",
+            max_position_embeddings=131072,
+            **SHAPES[name],
+        )
+    )
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    model.set_dtype(mx.float32 if on_cpu else mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def make_runner(
+    bench: BenchModel,
+    *,
+    max_rows: int,
+    max_model_len: int,
+    page_size: int,
+    chunk: int = 512,
+    attention: str = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
+) -> MlxRunner:
+    """A runner with room for `max_rows` rows of `max_model_len`, tuned as the daemon tunes it at start."""
+    layers = layers_of(bench.model)
+    specs = group_specs(layers, page_size)
+    row_bytes = sum(spec.pages_for(max_model_len, chunk) * spec.page_bytes for spec in specs)
+    memory = plan_memory(
+        specs,
+        budget_bytes=max_rows * row_bytes,
+        weights_bytes=sum(array.nbytes for _, array in tree_flatten(bench.model.parameters())),
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        chunk=chunk,
+    )
+    info = RunnerInfo(
+        model=bench.name,
+        vocab_size=bench.vocab_size,
+        memory=memory,
+        max_batch=max_rows,
+        eos_token_ids=frozenset(),
+        device=str(mx.default_device()),
+        compiled=compile != "off",
+    )
+    runner = MlxRunner(bench.model, layers, memory, info)
+    if attention == "auto":
+        tuning.choose_attention(runner, memory, ("in_place", "gathered"), _TUNING_S)
+    else:
+        runner.set_attention(attention)
+    if compile == "auto":
+        tuning.choose_compiled(runner, memory)
+    else:
+        runner.step.enabled = compile == "on"
+    return runner
