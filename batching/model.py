@@ -25,7 +25,7 @@ _LONGEST_REASON = 400
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An mlx-lm model whose weights are evaluated.
+    """An mlx-lm model, ready for the device.
 
     Attributes:
         config: config.json as mlx-lm completed it.
@@ -68,22 +68,29 @@ def resolve(name: str, progress: Progress) -> Path:
 def load_model(path: Path, progress: Progress, max_model_len: int | None = None) -> LoadedModel:
     """Load a model folder through mlx-lm on the calling thread, which from then on owns it.
 
-    On the CPU every weight is unpacked to float32; half-precision and packed products are slow there.
-
     Args:
         progress: told of the stage "load".
         max_model_len: a shorter context than the model's own, or the context of a model that names none.
     Raises:
         ModelError: a file is missing or damaged, or mlx-lm does not know the model or cannot fit its weights.
     """
+    progress("load", 0.0)
+    loaded = open_model(path, max_model_len)
+    _evaluate(loaded.model, progress)
+    return loaded
+
+
+def open_model(path: Path, max_model_len: int | None = None) -> LoadedModel:
+    """As `load_model`, but the weights stay on disk until something evaluates them.
+
+    On the CPU every weight is unpacked to float32; half-precision and packed products are slow there.
+    """
     files = inspect(path)
     tokenizer = Tokenizer.load(path)
     context = _context(path, files.max_model_len, max_model_len)
-    progress("load", 0.0)
     model, config = _build(path)
     if mx.default_device() == mx.Device(mx.cpu):
         _make_float32(model)
-    _evaluate(model, progress)
     parameters = _parameters(model)
     return LoadedModel(
         model=model,

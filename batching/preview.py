@@ -1,0 +1,43 @@
+"""[M] What the daemon would hold, told from a model's files alone: no weight is read."""
+
+from typing import Literal
+
+from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
+from mlxd.batching.model import open_model, resolve
+from mlxd.batching.runner import Progress
+from mlxd.caches.sizing import MemoryPlan
+
+ASSUMED_CHUNK = 256
+"""Tokens a prefill chunk is taken to have where the daemon would measure it at start."""
+
+
+def preview_plan(
+    *,
+    model_path: str,
+    max_model_len: int | None,
+    max_rows: int,
+    prefill_chunk: int | Literal["auto"],
+    budget: str | int | float,
+    page_size: int | Literal["auto"],
+    progress: Progress,
+) -> MemoryPlan:
+    """The memory plan of these settings, as in the configuration.
+
+    Args:
+        progress: told of "download" and "convert" where the model has to be fetched.
+    Raises:
+        ModelError: the model cannot be fetched, opened or batched, or the budget does not fit.
+    """
+    loaded = open_model(resolve(model_path, progress), max_model_len)
+    size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
+    chunk = ASSUMED_CHUNK if prefill_chunk == "auto" else prefill_chunk
+    return plan_for(
+        layers_of(loaded.model),
+        weights_bytes=loaded.weights_bytes,
+        free_bytes=device_memory_bytes() - loaded.weights_bytes,
+        budget=budget,
+        page_size=size,
+        max_rows=max_rows,
+        max_model_len=loaded.max_model_len,
+        chunk=max(size, chunk // size * size),
+    )

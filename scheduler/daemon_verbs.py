@@ -1,0 +1,73 @@
+"""What the verbs do that load a model or its files on this machine.
+
+MLX is imported inside the functions: on Linux a fast BLAS takes effect only if it is loaded first.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from rich.console import Console
+
+from mlxd.batching.blas import BlasInfo, ensure_blas
+from mlxd.batching.runner import Progress
+from mlxd.caches.sizing import MemoryPlan
+from mlxd.scheduler.config import Config
+from mlxd.scheduler.logs import configure_logging
+from mlxd.scheduler.progress import ProgressBars
+from mlxd.scheduler.tables import plan_tables
+
+logger = logging.getLogger(__name__)
+
+
+def serve(path: Path, log_level: str) -> int:
+    """Run the daemon to its end. Returns its exit code: 0 drained, 1 the engine failed."""
+    configure_logging(log_level)
+    config = Config.load(path)
+    blas = ensure_blas()
+    if blas.warning:
+        logger.warning("slow BLAS name=%s: %s", blas.name, blas.warning)
+    from mlxd.scheduler.server import Server
+
+    with ProgressBars() as bars:
+        return asyncio.run(Server(config, on_progress=bars).serve())
+
+
+def check(path: Path) -> None:
+    """Validate the configuration and print what it would hold; fetches the model if it is not there yet."""
+    config = Config.load(path)
+    blas = ensure_blas()
+    with ProgressBars() as bars:
+        plan = _memory_plan(config, bars)
+    console = Console()
+    console.print(f"{path}: ok", markup=False, highlight=False, soft_wrap=True)
+    console.print(plan_tables(config, config.model.path, _describe(blas), plan))
+
+
+def pull(model: str) -> None:
+    """Fetch a model where it is not there yet, and print its folder."""
+    ensure_blas()
+    from mlxd.batching.model import resolve
+
+    with ProgressBars() as bars:
+        folder = resolve(model, bars)
+    print(folder)
+
+
+def _memory_plan(config: Config, progress: Progress) -> MemoryPlan:
+    from mlxd.batching.preview import preview_plan
+
+    return preview_plan(
+        model_path=config.model.path,
+        max_model_len=config.model.max_model_len,
+        max_rows=config.scheduler.max_rows,
+        prefill_chunk=config.scheduler.prefill_chunk,
+        budget=config.cache.budget,
+        page_size=config.cache.page_size,
+        progress=progress,
+    )
+
+
+def _describe(blas: BlasInfo) -> str:
+    place = f" ({blas.path})" if blas.path else ""
+    return f"{blas.name}{place}" + (f": {blas.warning}" if blas.warning else "")

@@ -1,0 +1,62 @@
+"""A tenant's token: made here once, kept by the tenant, known to the daemon by its hash alone."""
+
+import hashlib
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from mlxd.scheduler.config import Name
+from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.schema import describe
+
+MAX_FILE_BYTES = 4096
+
+
+def token_hash(token: str) -> str:
+    """What `token_sha256` holds for it."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def describe_new_token(name: str) -> str:
+    """A fresh token of 256 random bits and the lines that make tenant `name` known.
+
+    Raises:
+        ConfigError: `name` is no tenant name.
+    """
+    try:
+        msgspec.convert(name, Name)
+    except msgspec.ValidationError:
+        raise ConfigError(
+            f"the tenant's name is {name!r}; it must be {describe(msgspec.inspect.type_info(Name))}"
+        ) from None
+    token = secrets.token_urlsafe(32)
+    return (
+        f"token: {token}\n\n"
+        f"Give it to {name}; it is kept nowhere. Paste this under `tenants:`\n\n"
+        f'  - name: "{name}"\n'
+        f'    token_sha256: "{token_hash(token)}"'
+    )
+
+
+def read_token(token: str | None, path: Path | None) -> str:
+    """The token as given, or from a file that holds nothing else.
+
+    Raises:
+        ConfigError: neither is given, or the file cannot be read or is no token.
+    """
+    if path is None:
+        if not token:
+            raise ConfigError("no token: give --token, --tenant-key FILE or MLXD_TOKEN")
+        return token
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        text = raw.decode("ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        text = ""
+    if len(raw) > MAX_FILE_BYTES or not text.isprintable() or not text or " " in text:
+        raise ConfigError(f"{path}: holds no token: one line of printable ASCII is expected")
+    return text
