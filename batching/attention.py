@@ -104,7 +104,8 @@ DecodeVariant = Gathered | InPlace
 
 def variant(name: str) -> DecodeVariant:
     """Raises KeyError for a name that is no variant."""
-    return {"gathered": Gathered, "in_place": InPlace}[name]()
+    classes: dict[str, type[DecodeVariant]] = {"gathered": Gathered, "in_place": InPlace}
+    return classes[name]()
 
 
 def model_modules(model: nn.Module) -> list[ModuleType]:
@@ -115,10 +116,11 @@ def model_modules(model: nn.Module) -> list[ModuleType]:
 
 
 def install_seam(model: nn.Module) -> None:
-    """Send the model's attention calls on a paged stand-in to its variant, and all others where they went before.
+    """Send the model's attention calls on a paged stand-in to its variant, all others where they went.
 
-    The one place where something of mlx-lm is replaced: the name `scaled_dot_product_attention` in the modules that
-    define the model's layers. It stays for the life of the process; installing it again changes nothing.
+    The one place where something of mlx-lm is replaced: the name `scaled_dot_product_attention` in the
+    modules that define the model's layers. It stays for the life of the process; installing it again changes
+    nothing.
     """
     for module in model_modules(model):
         original = getattr(module, _SEAM)
@@ -146,7 +148,5 @@ class _Redirect:
             chosen = cache.view.attention
             if isinstance(chosen, InPlace):
                 return chosen.attend(queries, keys, values, cache.view, scale, extra.get("sinks"))
-        result: mx.array = self._original(
-            queries, keys, values, cache=cache, scale=scale, mask=mask, **extra
-        )
+        result: mx.array = self._original(queries, keys, values, cache=cache, scale=scale, mask=mask, **extra)
         return result

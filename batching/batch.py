@@ -1,4 +1,4 @@
-"""The rows of the decode batch on the device: where each one's latest token lies, and their sampling state."""
+"""The decode batch on the device: where each row's latest token lies, and the rows' sampling state."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,9 @@ from mlxd.caches.row_group import row_bucket
 class Batch:
     """Follows a batch from step to step, as rows join and leave.
 
-    Rows keep no fixed place: a step lists its rows in joining order, and a row's latest token is found in the last step's
-    draw by index. A join or a leave therefore moves a few integers and no row's keys or values.
+    Rows keep no fixed place: a step lists its rows in joining order, and a row's latest token is found in the
+        last step's draw by index. A join or a leave therefore moves a few integers and no row's keys or
+        values.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -36,12 +37,15 @@ class Batch:
 
     def _input_tokens(self, entries: Sequence[DecodeEntry], bucket: int) -> mx.array:
         drawn = self._tokens
-        known = [0 if entry.token is None else entry.token for entry in entries] + [0] * (bucket - len(entries))
+        known = [0 if entry.token is None else entry.token for entry in entries] + [0] * (
+            bucket - len(entries)
+        )
         if drawn is None or all(entry.token is not None for entry in entries):
             return mx.array(known, dtype=mx.int32)
         size = drawn.shape[0]
         places = [
-            self._slots[entry.row.row_id] if entry.token is None else size + i for i, entry in enumerate(entries)
+            self._slots[entry.row.row_id] if entry.token is None else size + i
+            for i, entry in enumerate(entries)
         ] + [i % size for i in range(len(entries), bucket)]
         if places == list(range(size)):
             return drawn

@@ -40,7 +40,9 @@ class Bucket:
 
     def __str__(self) -> str:
         widths = "x".join(map(str, self.widths))
-        return f"rows={self.num_rows} pages={widths} sampling={self.sampling.label} attention={self.attention}"
+        return (
+            f"rows={self.num_rows} pages={widths} sampling={self.sampling.label} attention={self.attention}"
+        )
 
 
 class StepInputs:
@@ -56,7 +58,7 @@ class StepInputs:
 
 @dataclass(slots=True)
 class _Graph:
-    """A bucket's closure. `traces`: how often its body ran under compilation; above 1, something retraced it."""
+    """A bucket's closure. `traces`: how often its body was traced; above 1, something retraced it."""
 
     function: StepFunction
     traces: int = 0
@@ -65,8 +67,8 @@ class _Graph:
 class DecodeStep:
     """Runs steps over the rows bound to its groups.
 
-    A step either succeeds whole, and every cache has adopted its outputs, or raises and has changed nothing. A compiled
-    graph that fails is retired for good and the same step runs eagerly.
+    A step either succeeds whole, and every cache has adopted its outputs, or raises and has changed nothing.
+    A compiled graph that fails is retired for good and the same step runs eagerly.
 
     Attributes:
         enabled: whether graphs are compiled at all.
@@ -117,7 +119,8 @@ class DecodeStep:
         Args:
             tokens, positions: int32 [num_rows], input token of each row and where its keys and values go.
             sampling: the sampler's inputs for `shape`.
-            may_trace: whether a bucket met for the first time may be compiled now; else it runs eagerly and is `wanted`.
+            may_trace: whether a bucket met for the first time may be compiled now; else it runs eagerly and
+                is `wanted`.
         Returns:
             The sampler's outputs, named by `shape.outputs`, and whether the step is compiled.
         """
@@ -178,7 +181,7 @@ class DecodeStep:
     def _body(
         self, slots: Sequence[DecodeSlot], attention: DecodeVariant, shape: SamplingShape, num_sampling: int
     ) -> StepFunction:
-        """The step as a function of arrays alone: it captures the model, slots and specs, no cache and no state."""
+        """The step as a function of arrays: it captures the model, slots and specs, no cache, no state."""
         model = self._model
         specs: tuple[GroupSpec, ...] = tuple(group.spec for group in self._groups)
 

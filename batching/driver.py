@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Driver:
-    """Rows that join, step and leave at the caller's word; every step is waited for before its tokens are returned.
+    """Rows that join, step and leave at the caller's word; a step is waited for before it returns.
 
     With `pipelined` a step is launched before the one before it is read, as the engine does.
     """
@@ -50,7 +50,7 @@ class Driver:
             table.clear()
 
     def prefill(self, rows: Sequence[Row] | None = None) -> None:
-        """Compute all but the last position of these rows' prompts (all rows by default), a chunk of each a step."""
+        """Compute all but the last prompt position of these rows (all by default), a chunk of each a step."""
         rows = self.rows if rows is None else rows
         while chunks := tuple(chunk for row in rows if (chunk := self._next_chunk(row)) is not None):
             self._finish(self._launch(StepPlan(self._next_step(), prefill=chunks, scrub=self._scrub())))

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
-from mlxd.batching.plan import DecodeEntry, PrefillChunk, StepPlan, StepResult
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan, StepResult
 from mlxd.batching.prefill import cohorts, prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
@@ -30,7 +30,7 @@ def _params_with(shape: SamplingShape) -> SamplingParams:
         top_k=2 if shape.top_k else 0,
         top_p=0.5 if shape.top_p else 1.0,
         presence_penalty=1.0 if shape.penalties else 0.0,
-        logit_bias={token: 0.0 for token in range(shape.bias_width)},
+        logit_bias=dict.fromkeys(range(shape.bias_width), 0.0),
         top_logprobs=1 if shape.logprobs else None,
     )
 
@@ -54,7 +54,7 @@ class MlxStep:
         The device runs one step after another, so a part's time begins where the part before it ended.
         """
         begun = max(self._launched_at, self._runner.done_at)
-        rows = ()
+        rows: tuple[RowResult, ...] = ()
         if self._draw is not None:
             mx.eval(*self._draw.arrays)
             rows = self._draw.results()
@@ -75,8 +75,8 @@ class MlxRunner:
     """One model, its page pools and its decode step. Made, used and closed on one thread.
 
     Args:
-        trace_bound_s: a bucket met in service is traced at once where the longest trace so far took no longer; else it
-            runs eagerly until `maintain` is called.
+        trace_bound_s: a bucket met in service is traced at once where the longest trace so far took no
+            longer; else it runs eagerly until `maintain` is called.
     """
 
     def __init__(

@@ -14,8 +14,9 @@ from mlxd.caches.sizing import GroupSpec
 def cohorts(chunks: Sequence[PrefillChunk], max_tokens: int, *, padded: bool) -> list[list[PrefillChunk]]:
     """Chunks that share a forward, in plan order of their first member.
 
-    Only chunks that start at 0 may share: their rows are then plain causal prompts, padded on the right, and none
-    reads a page. A cohort holds `max_tokens` padded tokens and pads no row to more than twice its length.
+    Only chunks that start at 0 may share: their rows are then plain causal prompts, padded on the right, and
+        none reads a page. A cohort holds `max_tokens` padded tokens and pads no row to more than twice its
+        length.
 
     Args:
         padded: False where the model must not see padding; every chunk then goes alone.
@@ -45,14 +46,16 @@ def prefill(
 ) -> mx.array:
     """Build one prefill forward; the caches adopt its writes, nothing is evaluated.
 
-    The logits are left unevaluated, so neither the head nor anything after the last layer's keys and values is ever
+    The logits are left unevaluated, so neither the head nor anything after the last layer's keys and values
+    is ever
     computed: the row's last position goes through the decode step instead.
 
     Args:
         groups: (index into a row's tables, spec) of each group.
         layer_groups: per cache, which of `groups` it belongs to.
     Returns:
-        A scalar whose evaluation runs the forward. It stands for the pools, which must not be held until the step is
+        A scalar whose evaluation runs the forward. It stands for the pools, which must not be held until the
+        step is
         read: the next step's writes would then copy them.
     """
     start = cohort[0].start

@@ -66,6 +66,14 @@ class Runner(Protocol):
         """Start a step; returns before its tokens exist. Raises only where no row can go on."""
         ...
 
+    def maintain(self) -> bool:
+        """Called while no step is in flight and none is due: one bounded piece of put-off work.
+
+        Returns:
+            Whether more is left.
+        """
+        ...
+
     def counters(self) -> RunnerCounters: ...
 
     def close(self) -> None:

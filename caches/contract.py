@@ -1,8 +1,8 @@
 """The contract between the decode step and every kind of cache.
 
-One object holds one layer's state for all rows of the batch. It declares the slot it takes in the compiled step and
-applies the step's outputs back; each row keeps its own positions and its own precision boundary; identity is a string
-that is compared, never guessed.
+One object holds one layer's state for all rows of the batch. It declares the slot it takes in the compiled
+step and applies the step's outputs back; each row keeps its own positions and its own precision boundary;
+identity is a string that is compared, never guessed.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class CompiledDecodeCache(Protocol):
         ...
 
     def commit_decode_step(self, slot: DecodeSlot, outputs: Sequence[mx.array]) -> list[mx.array]:
-        """Adopt the slot's outputs and advance every row by one; returns what must be evaluated besides the tokens.
+        """Adopt the slot's outputs, advance every row by one; returns what else must be evaluated.
 
         Called once a successful step, never after a failed one.
         """

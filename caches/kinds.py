@@ -58,12 +58,13 @@ def native_caches(model: nn.Module) -> list[Any]:
     return [KVCache() for _ in model.layers]
 
 
-def _kind_of(index: int, cache: Any) -> Kind:
+def _kind_of(index: int, cache: object) -> Kind:
     name = type(cache).__name__
     for kind in KINDS:
         if type(cache) is kind.native:
-            if getattr(cache, "keep", 0):
-                raise UnsupportedCacheError(f"layer {index} keeps {cache.keep} attention sinks in a {name}")
+            keep = getattr(cache, "keep", 0)
+            if keep:
+                raise UnsupportedCacheError(f"layer {index} keeps {keep} attention sinks in a {name}")
             return kind
     known = ", ".join(kind.native.__name__ for kind in KINDS)
     raise UnsupportedCacheError(f"layer {index} needs a {name}; supported are {known}")
@@ -98,7 +99,9 @@ def inspect_layers(model: nn.Module) -> tuple[Layer, ...]:
     layers = []
     for index, (kind, native, probe) in enumerate(zip(kinds, natives, probes, strict=True)):
         if probe.seen is None:
-            raise UnsupportedCacheError(f"layer {index} stores no keys and values in its {type(native).__name__}")
+            raise UnsupportedCacheError(
+                f"layer {index} stores no keys and values in its {type(native).__name__}"
+            )
         keys, values = probe.seen
         shape = LayerShape(index, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         layers.append(Layer(kind, kind.window(native), shape))

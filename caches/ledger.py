@@ -16,7 +16,8 @@ class Reservation:
 class Ledger:
     """Reservations of live rows against each group's capacity; it never asks the allocator.
 
-    `overcommit` f lets reservations reach f times the capacity; with f = 1 a row once admitted always gets its pages.
+    `overcommit` f lets reservations reach f times the capacity; with f = 1 a row once admitted always gets
+    its pages.
     """
 
     def __init__(self, plan: MemoryPlan, overcommit: float = 1.0) -> None:

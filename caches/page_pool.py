@@ -17,8 +17,8 @@ class PagePool:
     """Reference counts and free lists of `num_pages` pages, ids 1..num_pages (0 is scratch).
 
     Host bookkeeping only: the arrays live with the runner. A released page is dirty: it holds another row's
-    keys and values, and one non-finite number in it would poison whoever gets it, masked or not. Dirty pages are
-    zeroed many at a time, when the clean ones run out, so a row that leaves costs nothing.
+    keys and values, and one non-finite number in it would poison whoever gets it, masked or not. Dirty pages
+    are zeroed many at a time, when the clean ones run out, so a row that leaves costs nothing.
     """
 
     def __init__(self, num_pages: int) -> None:

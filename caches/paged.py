@@ -33,7 +33,7 @@ class LayerShape:
 
 
 class PagedStandIn:
-    """A paged layer inside a decode step: writes one position a row, then reads as the attention variant says."""
+    """A paged layer inside a decode step: writes one position a row, reads as the variant says."""
 
     def __init__(self, keys: mx.array, values: mx.array, view: PagedView) -> None:
         self._keys = keys
@@ -59,7 +59,7 @@ class PagedStandIn:
 
 
 class PagedPrefill:
-    """A paged layer inside a prefill forward: writes the chunk into `rows` and attends by fused causal attention."""
+    """A paged layer inside a prefill forward: writes the chunk, attends by fused causal attention."""
 
     def __init__(self, rows: "PagedRows", view: PrefillView) -> None:
         self._rows = rows

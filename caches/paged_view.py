@@ -105,7 +105,8 @@ class PrefillView:
 
     Args:
         tables: one a row; they have room up to `ends`.
-        start: first position computed, the same for all rows (0 where there are several), a multiple of the page size.
+        start: first position computed, the same for all rows (0 where there are several), a multiple of the
+            page size.
         ends: one past the last position computed, a row.
     """
 
@@ -141,7 +142,7 @@ class PrefillView:
         return pages + [SCRATCH_PAGE] * (width - len(pages))
 
     def write(self, pool: mx.array, new: mx.array) -> mx.array:
-        """Put the chunk into its pages, whole pages at a time; columns past a row's end become zeros or padding.
+        """Put the chunk into its pages, a page at a time; columns past a row's end become zeros or padding.
 
         Args:
             pool: [num_pages, n_kv_heads, page_size, head_dim]; donated where the caller keeps no reference.

@@ -6,9 +6,9 @@ from mlxd.caches.paged import PagedRows
 class RotatingRows(PagedRows):
     """One sliding-window layer, all rows.
 
-    Its pages are those of full attention; what rotates is the table, whose oldest pages the scheduler hands back
-    (`PageTable.release_before`). So a row costs at most the window, rounded to pages, whatever its length, and the
-    step masks what is still in a page but no longer in the window.
+    Its pages are those of full attention; what rotates is the table, whose oldest pages the scheduler hands
+    back (`PageTable.release_before`). So a row costs at most the window, rounded to pages, whatever its
+    length, and the step masks what is still in a page but no longer in the window.
     """
 
     @property
@@ -25,7 +25,7 @@ class RotatingRows(PagedRows):
         return all(table.first_page == 0 for table in self.group.tables)
 
     def trim(self, num_tokens: int, *, bypass: bool = False) -> None:
-        """Drop the newest positions; `bypass` allows it although pages are gone, as long as the window's are held.
+        """Drop the newest positions; `bypass` allows it although pages are gone, while the window's are held.
 
         Raises:
             ValueError: not trimmable, or the window of the new last position reaches into pages handed back.

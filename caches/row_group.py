@@ -31,8 +31,9 @@ def row_bucket(num_rows: int) -> int:
 class RowGroup:
     """Rows bound for the coming step, shared by all layers of a group.
 
-    Host mirrors of what the step gets as arrays. Layers check and advance through it, so that one count serves them
-    all. Rows beyond the bound ones are idle: their table is the scratch page and their position 0.
+    Host mirrors of what the step gets as arrays. Layers check and advance through it, so that one count
+    serves them all. Rows beyond the bound ones are idle: their table is the scratch page and their position
+    0.
     """
 
     def __init__(self, spec: GroupSpec) -> None:
@@ -96,8 +97,8 @@ class RowGroup:
     def table(self) -> _IntArray:
         """int32 [num_rows, width], physical pages, oldest first.
 
-        Columns past a row's pages repeat its last one: masked numbers must be finite too, and so a row reads only what
-        is its own. Idle rows have the scratch page alone.
+        Columns past a row's pages repeat its last one: masked numbers must be finite too, and so a row reads
+        only what is its own. Idle rows have the scratch page alone.
         """
         return self._table
 

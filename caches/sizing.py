@@ -108,8 +108,10 @@ def plan_memory(
     left = budget_bytes
     for spec in sorted(specs, key=lambda s: (s.window is None, s.name)):
         if spec.window is None:
-            share = need[spec.name] * spec.page_bytes / max(
-                1, sum(need[s.name] * s.page_bytes for s in specs if s.window is None)
+            share = (
+                need[spec.name]
+                * spec.page_bytes
+                / max(1, sum(need[s.name] * s.page_bytes for s in specs if s.window is None))
             )
             count = int(left * share) // spec.page_bytes
         else:
@@ -126,5 +128,7 @@ def plan_memory(
     )
     smallest = sum(s.page_bytes for s in specs)
     if any(group.num_pages < 1 for group in plan.groups):
-        raise ValueError(f"a KV budget of {budget_bytes} bytes holds no page of each group ({smallest} bytes)")
+        raise ValueError(
+            f"a KV budget of {budget_bytes} bytes holds no page of each group ({smallest} bytes)"
+        )
     return plan

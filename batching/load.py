@@ -1,0 +1,157 @@
+"""From a model's name and the settings to a runner that has proved itself."""
+
+import gc
+import logging
+from typing import Literal
+
+import mlx.core as mx
+
+from mlxd.batching import tuning
+from mlxd.batching.blas import ensure_blas
+from mlxd.batching.errors import ModelError
+from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
+from mlxd.batching.mlx_runner import MlxRunner
+from mlxd.batching.model import LoadedModel, load_model, resolve
+from mlxd.batching.runner import Progress, RunnerInfo
+from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
+from mlxd.caches.sizing import MemoryPlan
+
+logger = logging.getLogger(__name__)
+
+_VARIANTS = ("in_place", "gathered")
+
+
+def load_runner(
+    *,
+    model_path: str,
+    max_model_len: int | None,
+    max_rows: int,
+    prefill_ms: float,
+    prefill_chunk: int | Literal["auto"],
+    budget: str | int | float,
+    page_size: int | Literal["auto"],
+    compile: Literal["auto", "on", "off"],
+    attention: Literal["auto", "in_place", "gathered"],
+    warmup_s: float,
+    progress: Progress,
+) -> MlxRunner:
+    """Load, test, time and warm up; the calling thread owns the runner from then on.
+
+    Args:
+        max_model_len: None takes the model's own context.
+        budget, page_size, compile, attention, warmup_s: as in the configuration.
+        progress: told of "download", "convert", "load", "self-test", "tune", "trace".
+
+    Raises:
+        ModelError: the model cannot be loaded, has a cache kind that is not supported, or is wrong even one
+            row at a time.
+    """
+    blas = ensure_blas()
+    loaded = load_model(resolve(model_path, progress), progress, max_model_len)
+    size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
+    layers = layers_of(loaded.model)
+    progress("tune", 0.0)
+    chunk = prefill_chunk
+    if chunk == "auto":
+        chunk = tuning.choose_chunk(loaded.model, prefill_ms, size, loaded.max_model_len)
+    memory = plan_for(
+        layers,
+        weights_bytes=loaded.weights_bytes,
+        free_bytes=device_memory_bytes() - mx.get_active_memory(),
+        budget=budget,
+        page_size=size,
+        max_rows=max_rows,
+        max_model_len=loaded.max_model_len,
+        chunk=max(size, chunk // size * size),
+    )
+    info = RunnerInfo(
+        model=model_path,
+        vocab_size=loaded.vocab_size,
+        memory=memory,
+        max_batch=max_rows,
+        eos_token_ids=loaded.eos_token_ids,
+        device=str(mx.default_device()),
+        compiled=compile != "off",
+        notes={"blas": blas.name, "dtype": str(loaded.dtype).removeprefix("mlx.core.")},
+    )
+    runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
+    runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
+    right = _self_test(runner, loaded, memory, _VARIANTS if attention == "auto" else (attention,), progress)
+    _tune(runner, memory, right, compile, warmup_s, progress)
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    return runner
+
+
+def _self_test(
+    runner: MlxRunner, loaded: LoadedModel, memory: MemoryPlan, variants: tuple[str, ...], progress: Progress
+) -> list[str]:
+    """The variants that are right; narrows the runner to one row where none is right for three.
+
+    Raises:
+        ModelError: no variant is right even for a row alone.
+    """
+    runner.step.enabled = False
+    ragged = prompts(memory, loaded.vocab_size)
+    oracle = [oracle_logprobs(loaded.model, prompt) for prompt in ragged]
+    for together in (True, False):
+        right, faults = [], []
+        for index, name in enumerate(variants):
+            progress("self-test", index / len(variants))
+            runner.set_attention(name)
+            rows = slice(None) if together else slice(0, 1)
+            fault = fault_in(runner, memory, oracle[rows], ragged[rows])
+            if fault is None:
+                right.append(name)
+            else:
+                faults.append(f"{name}: {fault}")
+                logger.warning(
+                    "self-test failed attention=%s rows=%d fault=%s", name, len(ragged[rows]), fault
+                )
+        progress("self-test", 1.0)
+        if right:
+            return right
+        if together:
+            runner.describe(max_batch=1, batching=f"one row at a time: {'; '.join(faults)}")
+    raise ModelError(f"{loaded.path}: the self-test failed, even for one row alone: {'; '.join(faults)}")
+
+
+def _tune(
+    runner: MlxRunner,
+    memory: MemoryPlan,
+    right: list[str],
+    compile: Literal["auto", "on", "off"],
+    warmup_s: float,
+    progress: Progress,
+) -> None:
+    """Choose attention and compilation by time, and trace what can be traced in `warmup_s`."""
+    if len(right) == 1:
+        runner.set_attention(right[0])
+        runner.describe(attention=right[0])
+    else:
+        times = tuning.choose_attention(runner, memory, right, warmup_s / 3)
+        runner.describe(attention=_table(times))
+    progress("tune", 0.5)
+    runner.step.enabled = compile == "on"
+    if compile == "auto":
+        compiled, fast, slow = tuning.choose_compiled(runner, memory)
+        runner.describe(
+            compile=f"{'compiled' if compiled else 'eager'} is faster: "
+            f"{fast * 1e3:.1f} ms compiled, {slow * 1e3:.1f} ms eager"
+        )
+    progress("tune", 1.0)
+    runner.describe(compiled=runner.step.enabled)
+    if runner.step.enabled:
+        done, total = tuning.trace_buckets(runner, memory, warmup_s, progress)
+        runner.describe(traced=f"{done} of {total} buckets in {warmup_s:g} s at most")
+
+
+def _table(times: dict[int, dict[str, float]]) -> str:
+    """ "1 row: in_place (in_place 4.1 ms, gathered 5.0 ms); ..."""
+    parts = []
+    for rows, by_name in times.items():
+        best = min(by_name, key=lambda name: by_name[name])
+        figures = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in by_name.items())
+        parts.append(f"{rows} row{'s' if rows > 1 else ''}: {best} ({figures})")
+    return "; ".join(parts)

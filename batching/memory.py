@@ -1,0 +1,66 @@
+"""From a model and the settings to the plan of what the daemon will hold."""
+
+import os
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxd.batching.errors import ModelError
+from mlxd.caches.budget import parse_budget
+from mlxd.caches.kinds import Layer, UnsupportedCacheError, group_specs, inspect_layers
+from mlxd.caches.sizing import MemoryPlan, plan_memory
+
+PAGE_SIZES = {"cpu": 64, "gpu": 64}
+"""Chosen by benchmarks/attention.py; docs/performance.md has the figures."""
+
+
+def device_name() -> str:
+    """ "cpu" or "gpu": what MLX computes on by default."""
+    return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
+
+
+def device_memory_bytes() -> int:
+    """Memory the device may use in all; on the CPU, what the system could still give away."""
+    if device_name() == "gpu":
+        return int(mx.device_info()["memory_size"])
+    return mx.get_active_memory() + os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def layers_of(model: nn.Module) -> tuple[Layer, ...]:
+    """Raises ModelError that names the cache kind which is not supported, and its layer."""
+    try:
+        return inspect_layers(model)
+    except UnsupportedCacheError as error:
+        raise ModelError(str(error)) from error
+
+
+def plan_for(
+    layers: tuple[Layer, ...],
+    *,
+    weights_bytes: int,
+    free_bytes: int,
+    budget: str | int | float,
+    page_size: int,
+    max_rows: int,
+    max_model_len: int,
+    chunk: int,
+) -> MemoryPlan:
+    """The memory plan; evaluates nothing.
+
+    Args:
+        free_bytes: device memory left after the weights.
+        chunk: prefill chunk in tokens.
+    Raises:
+        ModelError: the budget is out of range or too small for one row.
+    """
+    try:
+        return plan_memory(
+            group_specs(layers, page_size),
+            budget_bytes=parse_budget(budget, free_bytes),
+            weights_bytes=weights_bytes,
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            chunk=chunk,
+        )
+    except ValueError as error:
+        raise ModelError(f"cache.budget {error}") from error

@@ -1,0 +1,87 @@
+"""Three ragged rows against one, on the loaded model: what may share a batch is tried, not assumed."""
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxd.batching.driver import Driver
+from mlxd.batching.mlx_runner import MlxRunner
+from mlxd.batching.plan import RowResult
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.caches.kinds import native_caches
+from mlxd.caches.sizing import MemoryPlan
+
+_STEPS = 3
+_WATCH = SamplingParams(temperature=0.0, top_logprobs=20, max_tokens=_STEPS)
+_TOLERANCE = {mx.float32: 2e-3}
+_COARSE = 0.35
+"""Largest log-probability difference taken for rounding in half precision; wrong rows differ by units."""
+
+
+def prompts(memory: MemoryPlan, vocab_size: int) -> list[list[int]]:
+    """Three prompts of unequal length that cross a page, and a window where there is a short one."""
+    size = memory.groups[0].spec.page_size
+    windows = [g.spec.window for g in memory.groups if g.spec.window is not None]
+    longest = min(memory.max_model_len - _STEPS - 1, 3 * size, *(w + size // 2 for w in windows))
+    lengths = (max(2, longest), max(1, size // 2 + 1), max(1, min(5, longest)))
+    return [[(7919 * (i + 1) * (j + 3)) % vocab_size for j in range(n)] for i, n in enumerate(lengths)]
+
+
+def fault_in(
+    runner: MlxRunner,
+    memory: MemoryPlan,
+    oracle: Sequence[Sequence[mx.array]],
+    ragged: Sequence[Sequence[int]],
+) -> str | None:
+    """What is wrong when these prompts run together, or None.
+
+    Args:
+        oracle: per prompt and step, log-probabilities [V] float32 of mlx-lm's own single-row run.
+    """
+    driver = Driver(runner, memory)
+    rows = [driver.join(prompt, _WATCH) for prompt in ragged]
+    try:
+        driver.prefill()
+        steps = [driver.decode() for _ in range(_STEPS)]
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        for row in list(driver.rows):
+            driver.leave(row)
+    for index in range(len(rows)):
+        for step, results in enumerate(steps):
+            worst = _difference(results[index], oracle[index][step])
+            if not worst <= _limit(runner):
+                return f"row {index} of {len(rows)} differs by {worst:.2g} at step {step}"
+            if results[index].token != int(mx.argmax(oracle[index][step])):
+                break  # a near tie: from here on the rows read different tokens
+    return None
+
+
+def _limit(runner: MlxRunner) -> float:
+    return _TOLERANCE.get(runner.dtype, _COARSE)
+
+
+def _difference(result: RowResult, expected: mx.array) -> float:
+    """Largest difference over the reported tokens; NaN where the row failed."""
+    if result.fault is not None or result.logprobs is None:
+        return math.nan
+    ids = mx.array([token for token, _ in result.logprobs.top])
+    seen = mx.array([value for _, value in result.logprobs.top])
+    return float(mx.max(mx.abs(expected[ids] - seen)))
+
+
+def oracle_logprobs(model: nn.Module, prompt: Sequence[int]) -> list[mx.array]:
+    """Log-probabilities of the next tokens by mlx-lm's own caches, one row, greedy; [V] float32 a step."""
+    caches = native_caches(model)
+    if len(prompt) > 1:
+        model(mx.array([list(prompt[:-1])]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    token, found = prompt[-1], []
+    for _ in range(_STEPS):
+        logits = model(mx.array([[token]]), cache=caches)[0, -1].astype(mx.float32)
+        found.append(logits - mx.logsumexp(logits))
+        token = int(mx.argmax(logits))
+    return found
