@@ -16,6 +16,14 @@ class InvalidParamError(MlxdError):
         super().__init__(f"{field} is {value!r}; it must be {allowed}")
         self.field = field
 
+    @classmethod
+    def from_message(cls, field: str, message: str) -> "InvalidParamError":
+        """The error as it came over the wire, in its own words."""
+        error = cls.__new__(cls)
+        MlxdError.__init__(error, message)
+        error.field = field
+        return error
+
 
 class InvalidPromptError(MlxdError):
     """A prompt is empty or has token ids outside the vocabulary."""

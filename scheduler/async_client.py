@@ -1,0 +1,241 @@
+"""The asyncio client: many requests at once over one connection."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.connection import Connection, Mailbox, cancel_address
+from mlxd.scheduler.errors import (
+    ClientTimeoutError,
+    ConnectionLostError,
+    InvalidParamError,
+    MlxdError,
+    ProtocolError,
+    RejectedError,
+    RequestFailedError,
+)
+from mlxd.scheduler.results import Completion, TextChunk
+from mlxd.scheduler.transport import Connect, ZmqTransport
+
+DEFAULT_TIMEOUT_S = 30.0
+MIN_RETRY_S = 0.05
+
+_Reply = TypeVar("_Reply", bound=wire.ServerMessage)
+
+
+class AsyncClient:
+    """Connects at the first call, and anew after a lost connection. Use it as `async with AsyncClient(...)`.
+
+    Every call raises what can go wrong as one of `mlxd.scheduler.errors`: UnauthenticatedError,
+    InvalidParamError, InvalidPromptError, RejectedError, RequestFailedError, EngineFailedError,
+    ConnectionLostError, ClientTimeoutError, ProtocolError.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        token: str,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retries: int = 0,
+        connect: Connect | None = None,
+    ) -> None:
+        """
+        Args:
+            endpoint: the daemon's submit socket, "ipc:///tmp/mlxd.sock".
+            token: the tenant's secret.
+            timeout_s: longest silence of the daemon to bear. It shows once a heartbeat that a request is
+                still known, so a long queue or a long prompt is no silence.
+            retries: how often a request that was rejected as retryable is sent again, each time after the
+                pause that the daemon asked for.
+            connect: opens a connection; to `endpoint` by default.
+        """
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._connect = connect or (lambda: ZmqTransport.connect(endpoint, token=token, timeout_s=timeout_s))
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Open requests end with ConnectionLostError here, and are cancelled there."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await connection.close()
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+    ) -> Completion:
+        """The whole answer to a text, a conversation or token ids."""
+        message = _generate(prompt, messages, token_ids, sampling, request_id, stream=False)
+        async with self._request(message) as request:
+            done = await request.next()
+        if not isinstance(done, wire.Done) or done.text is UNSET or done.token_ids is UNSET:
+            raise ProtocolError("decode", f"the daemon sent {type(done).__name__} in place of a whole answer")
+        logprobs = () if done.logprobs is UNSET else done.logprobs
+        return Completion(done.text, done.token_ids, done.finish_reason, done.usage, logprobs)
+
+    async def stream(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[TextChunk, None]:
+        """The answer piece by piece; closing the generator early cancels the request."""
+        message = _generate(prompt, messages, token_ids, sampling, request_id, stream=True)
+        async with self._request(message) as request:
+            while isinstance(reply := await request.next(), wire.Chunk):
+                logprobs = () if reply.logprobs is UNSET else reply.logprobs
+                yield TextChunk(reply.text, reply.token_ids, logprobs)
+            yield TextChunk("", (), (), reply.finish_reason, reply.usage)
+
+    async def cancel(self, request_id: str) -> bool:
+        """Whether the tenant had such an open request; it ends with RequestFailedError "cancelled"."""
+        reply = await self._ask(wire.Cancel(id=request_id), cancel_address(request_id), wire.CancelReply)
+        return reply.result == "cancelling"
+
+    async def status(self) -> wire.StatusReply:
+        """The engine's state as this tenant may see it."""
+        message = wire.Status(id=_new_id())
+        return await self._ask(message, message.id, wire.StatusReply)
+
+    async def ping(self) -> str:
+        """The daemon's state, told by its scheduler."""
+        message = wire.Ping(id=_new_id())
+        return (await self._ask(message, message.id, wire.Pong)).state
+
+    async def drain(self) -> None:
+        """Ask the daemon to finish and exit; an operator's token may."""
+        message = wire.Drain(id=_new_id())
+        await self._ask(message, message.id, wire.Draining)
+
+    async def _ask(self, message: wire.ClientMessage, address: str, expected: type[_Reply]) -> _Reply:
+        connection = await self._connected()
+        with connection.mailbox(address) as mailbox:
+            await connection.send(message)
+            reply = await mailbox.next()
+        if not isinstance(reply, expected):
+            raise ProtocolError("decode", f"the daemon sent {type(reply).__name__}, not {expected.__name__}")
+        return reply
+
+    async def _connected(self) -> Connection:
+        async with self._connecting:
+            if self._connection is None or self._connection.is_lost:
+                self._connection = Connection(await self._connect(), self._timeout_s)
+            return self._connection
+
+    @asynccontextmanager
+    async def _request(self, message: wire.Generate) -> AsyncIterator["_Request"]:
+        """A request that was accepted; cancelled on the way out unless it has ended."""
+        connection = await self._connected()
+        with connection.mailbox(message.id) as mailbox:
+            request = _Request(mailbox)
+            try:
+                await self._submit(connection, request, message)
+                yield request
+            finally:
+                if not (request.ended or connection.is_lost):
+                    await connection.send(wire.Cancel(id=message.id))
+
+    async def _submit(self, connection: Connection, request: "_Request", message: wire.Generate) -> None:
+        for retries_left in range(self._retries, -1, -1):
+            await connection.send(message)
+            try:
+                await request.accepted()
+            except RejectedError as error:
+                if not error.retryable or not retries_left:
+                    raise
+                await asyncio.sleep(max(MIN_RETRY_S, error.retry_after_ms / 1000))
+            else:
+                return
+
+
+class _Request:
+    """Reads one request's messages. `ended`: its terminal message came, or it never began."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.ended = False
+        self._mailbox = mailbox
+        self._seq = 0
+
+    async def accepted(self) -> None:
+        reply = await self._next()
+        if not isinstance(reply, wire.Accepted):
+            raise ProtocolError("decode", f"the daemon sent {type(reply).__name__} before accepted")
+
+    async def next(self) -> wire.Chunk | wire.Done:
+        reply = await self._next()
+        match reply:
+            case wire.Done():
+                self.ended = True
+            case wire.Chunk() if reply.seq == self._seq:
+                self._seq += 1
+            case wire.Chunk():
+                raise ConnectionLostError(f"chunk {reply.seq} came in place of chunk {self._seq}")
+            case wire.Cancelled():
+                self.ended = True
+                raise RequestFailedError("cancelled", "the request was cancelled")
+            case _:
+                raise ProtocolError("decode", f"the daemon sent {type(reply).__name__} within an answer")
+        return reply
+
+    async def _next(self) -> wire.ServerMessage:
+        try:
+            return await self._mailbox.next()
+        except MlxdError as error:
+            self.ended = not isinstance(error, ClientTimeoutError)
+            raise
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _generate(
+    prompt: str | None,
+    messages: Sequence[Mapping[str, str]] | None,
+    token_ids: Sequence[int] | None,
+    sampling: SamplingParams | None,
+    request_id: str | None,
+    *,
+    stream: bool,
+) -> wire.Generate:
+    """Raises InvalidParamError where a conversation's turn is not a role and a content."""
+    turns: tuple[wire.ChatMessage, ...] | msgspec.UnsetType = UNSET
+    if messages is not None:
+        try:
+            turns = msgspec.convert(list(messages), tuple[wire.ChatMessage, ...])
+        except msgspec.ValidationError as error:
+            raise InvalidParamError.from_message("messages", f"messages: {error}") from None
+    return wire.Generate(
+        id=request_id or _new_id(),
+        prompt=UNSET if prompt is None else prompt,
+        messages=turns,
+        token_ids=UNSET if token_ids is None else tuple(token_ids),
+        sampling=sampling or SamplingParams(),
+        stream=stream,
+    )

@@ -1,0 +1,122 @@
+"""The blocking client: an AsyncClient on a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.async_client import DEFAULT_TIMEOUT_S, AsyncClient
+from mlxd.scheduler.errors import ConnectionLostError
+from mlxd.scheduler.messages import StatusReply
+from mlxd.scheduler.results import Completion, TextChunk
+from mlxd.scheduler.transport import Connect
+
+__all__ = ["AsyncClient", "Client", "Completion", "TextChunk"]
+
+_T = TypeVar("_T")
+
+
+class Client:
+    """AsyncClient for code without asyncio: same arguments, same errors. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        token: str,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retries: int = 0,
+        connect: Connect | None = None,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mlxd-client", daemon=True)
+        self._thread.start()
+        self._client = AsyncClient(
+            endpoint, token=token, timeout_s=timeout_s, retries=retries, connect=connect
+        )
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection and the thread; a second call does nothing."""
+        if self._loop.is_closed():
+            return
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+    ) -> Completion:
+        """The whole answer to a text, a conversation or token ids."""
+        return self._run(
+            self._client.generate(
+                prompt, sampling, messages=messages, token_ids=token_ids, request_id=request_id
+            )
+        )
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[TextChunk]:
+        """The answer piece by piece; leaving the iterator early cancels the request."""
+        chunks = self._client.stream(
+            prompt, sampling, messages=messages, token_ids=token_ids, request_id=request_id
+        )
+        try:
+            while (chunk := self._run(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            if not self._loop.is_closed():
+                self._run(chunks.aclose())
+
+    def cancel(self, request_id: str) -> bool:
+        """Whether the tenant had such an open request."""
+        return self._run(self._client.cancel(request_id))
+
+    def status(self) -> StatusReply:
+        """The engine's state as this tenant may see it."""
+        return self._run(self._client.status())
+
+    def ping(self) -> str:
+        """The daemon's state, told by its scheduler."""
+        return self._run(self._client.ping())
+
+    def drain(self) -> None:
+        """Ask the daemon to finish and exit; an operator's token may."""
+        self._run(self._client.drain())
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if self._loop.is_closed():
+            work.close()
+            raise ConnectionLostError("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _next(chunks: AsyncGenerator[TextChunk, None]) -> TextChunk | None:
+    return await anext(chunks, None)

@@ -1,0 +1,194 @@
+"""One ROUTER socket and the peers behind it."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum, auto
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from mlxd.metrics.recorder import Recorder
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.config import ServerConfig, TenantConfig
+from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.protocol import encode, kind_of
+from mlxd.scheduler.session import Session
+from mlxd.scheduler.socket_file import claim, owner_only
+
+SEND_HIGH_WATER_MARK = 64
+HANDSHAKE_MS = 3_000
+LINGER_MS = 2_000
+FLUSH_INTERVAL_S = 0.01
+HEARTBEATS_UNTIL_DEAD = 3
+
+
+class _Push(Enum):
+    SENT = auto()
+    FULL = auto()
+    GONE = auto()
+
+
+class Door:
+    """Sends without ever blocking: what a peer does not take waits in its own bounded outbox.
+
+    `on_gone` and `on_slow` are called once a session, from inside `send` or the flushing task.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        config: ServerConfig,
+        recorder: Recorder,
+        *,
+        on_gone: Callable[[Session], None],
+        on_slow: Callable[[Session], None],
+    ) -> None:
+        """Binds.
+
+        Raises:
+            ConfigError: the address is taken or cannot be bound.
+        """
+        self._config = config
+        self._recorder = recorder
+        self._on_gone = on_gone
+        self._on_slow = on_slow
+        self.sessions: dict[bytes, Session] = {}
+        self._strangers: OrderedDict[bytes, Session] = OrderedDict()
+        self._backlog: set[Session] = set()
+        self._has_backlog = asyncio.Event()
+        self._socket = _bound_router(context, address, config)
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    async def receive(self) -> tuple[Session, list[bytes]]:
+        """The next message's peer and its frames, the routing id taken off."""
+        peer, *frames = await self._socket.recv_multipart()
+        return self._session_of(peer), frames
+
+    def _session_of(self, peer: bytes) -> Session:
+        session = self.sessions.get(peer) or self._strangers.get(peer)
+        if session is None:
+            if len(self._strangers) >= self._config.max_clients:
+                self._strangers.popitem(last=False)
+            session = self._strangers[peer] = Session(peer)
+        return session
+
+    def admit(self, session: Session, tenant: TenantConfig) -> bool:
+        """Make a stranger a client; False where there are `max_clients` already."""
+        if session.tenant is None and len(self.sessions) >= self._config.max_clients:
+            return False
+        self._strangers.pop(session.peer, None)
+        self.sessions[session.peer] = session
+        session.tenant = tenant
+        return True
+
+    def send(self, session: Session, message: wire.ServerMessage) -> None:
+        """Send or keep; a peer that is gone or too slow is reported to the callbacks instead."""
+        if session.gone or self._socket.closed:
+            return
+        session.sent_at = asyncio.get_running_loop().time()
+        self._recorder.message("out", kind_of(message))
+        frame = encode(message, session.encoding)
+        result = _Push.FULL if session.outbox else self._push(session.peer, frame)
+        if result is _Push.GONE:
+            self.lose(session)
+        elif result is _Push.FULL:
+            self._hold(session, message, frame)
+
+    def _push(self, peer: bytes, frame: bytes) -> _Push:
+        # With NOBLOCK the future is done when it is returned.
+        error = asyncio.ensure_future(self._socket.send_multipart([peer, frame], zmq.NOBLOCK)).exception()
+        if error is None:
+            return _Push.SENT
+        if isinstance(error, zmq.Again):
+            return _Push.FULL
+        if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+            return _Push.GONE
+        raise error
+
+    def _hold(self, session: Session, message: wire.ServerMessage, frame: bytes) -> None:
+        limit = self._config.max_client_buffer_bytes
+        if not session.slow and session.outbox_bytes + len(frame) > limit:
+            session.slow = True
+            self._on_slow(session)
+        if session.slow:
+            if not isinstance(message, wire.Terminal):
+                return
+            if isinstance(message, wire.Done):
+                text = f"the client left more than {limit} bytes unread"
+                frame = encode(wire.Error(id=message.id, code="slow_client", message=text), session.encoding)
+            if session.outbox_bytes + len(frame) > 2 * limit:
+                self.lose(session)
+                return
+        session.outbox.append(frame)
+        session.outbox_bytes += len(frame)
+        self._backlog.add(session)
+        self._has_backlog.set()
+
+    async def flush_forever(self) -> None:
+        """Send what waits as peers take it. A ROUTER cannot say which peer has room, so this asks."""
+        while True:
+            await self._has_backlog.wait()
+            self.flush()
+            await asyncio.sleep(FLUSH_INTERVAL_S)
+
+    def flush(self) -> None:
+        for session in list(self._backlog):
+            self._flush_one(session)
+        if not self._backlog:
+            self._has_backlog.clear()
+
+    def _flush_one(self, session: Session) -> None:
+        while session.outbox:
+            result = self._push(session.peer, session.outbox[0])
+            if result is _Push.FULL:
+                return
+            if result is _Push.GONE:
+                self.lose(session)
+                return
+            session.outbox_bytes -= len(session.outbox.popleft())
+        session.slow = False
+        self._backlog.discard(session)
+
+    @property
+    def buffered_bytes(self) -> int:
+        return sum(session.outbox_bytes for session in self._backlog)
+
+    def lose(self, session: Session) -> None:
+        """Forget a peer that left, or one that takes nothing."""
+        session.gone = True
+        session.outbox.clear()
+        session.outbox_bytes = 0
+        self._backlog.discard(session)
+        self.sessions.pop(session.peer, None)
+        self._strangers.pop(session.peer, None)
+        self._on_gone(session)
+
+    def close(self) -> None:
+        """What the sockets already took still goes out for LINGER_MS."""
+        self._socket.close(linger=LINGER_MS)
+
+
+def _bound_router(context: zmq.asyncio.Context, address: str, config: ServerConfig) -> zmq.asyncio.Socket:
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        claim(Path(rest))
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    socket.set(zmq.MAXMSGSIZE, config.max_message_bytes)
+    socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+    socket.set(zmq.LINGER, LINGER_MS)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.IPV6, 1)
+    if scheme == "tcp":
+        socket.set(zmq.HEARTBEAT_IVL, config.heartbeat_ms)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEATS_UNTIL_DEAD * config.heartbeat_ms)
+    try:
+        with owner_only():
+            socket.bind(address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(f"{address}: {error.strerror}") from None
+    return socket

@@ -1,0 +1,253 @@
+"""The two sockets: who speaks, what they may ask, and where it goes."""
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import zmq.asyncio
+from msgspec import UNSET
+
+from mlxd.metrics.recorder import Recorder
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.config import Config, TenantConfig
+from mlxd.scheduler.credentials import Credentials
+from mlxd.scheduler.desk import Desk
+from mlxd.scheduler.door import LINGER_MS, Door
+from mlxd.scheduler.engine import Engine
+from mlxd.scheduler.errors import ConfigError, ProtocolError, UnauthenticatedError
+from mlxd.scheduler.events import Event, RequestKey
+from mlxd.scheduler.protocol import decode, encoding_of, kind_of
+from mlxd.scheduler.reports import limits, status_reply
+from mlxd.scheduler.session import Session
+
+logger = logging.getLogger(__name__)
+
+FRAMES_A_TURN = 16
+LARGE_FRAME_BYTES = 2**16
+MAX_PINGS = 8
+LOG_INTERVAL_S = 10.0
+_NOT_MESSAGES = {"malformed_frames", "decode", "too_large", "unsupported"}
+
+
+class Frontend:
+    """Owns the sockets. Everything but `post` runs on the asyncio thread, `__init__` inside its loop.
+
+    `on_drain` is called when an operator asks for it.
+    """
+
+    def __init__(
+        self, config: Config, engine: Engine, recorder: Recorder, *, epoch: str, on_drain: Callable[[], None]
+    ) -> None:
+        """Binds both sockets; owns a file at each ipc address from here on.
+
+        Raises:
+            ConfigError: an address is taken or cannot be bound.
+        """
+        self._config = config
+        self._engine = engine
+        self._recorder = recorder
+        self._epoch = epoch
+        self._on_drain = on_drain
+        self._credentials = Credentials(config.tenants)
+        self._bad_frames: Counter[str] = Counter()
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
+        try:
+            self._submit = self._open_door(config.server.submit)
+            self._control = self._open_door(config.server.control)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self.desk = Desk(engine, recorder, self._submit.send)
+
+    def _open_door(self, address: str) -> Door:
+        return Door(
+            self._context,
+            address,
+            self._config.server,
+            self._recorder,
+            on_gone=lambda session: self.desk.abandon(session, "client_gone"),
+            on_slow=lambda session: self.desk.abandon(session, "slow_client"),
+        )
+
+    def post(self, events: Sequence[Event]) -> None:
+        """Take the engine's events; from any thread."""
+        self._loop.call_soon_threadsafe(self.desk.deliver, events)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for door in (self._submit, self._control):
+                tasks.create_task(self._read(door))
+                tasks.create_task(door.flush_forever())
+            tasks.create_task(self._beat())
+            tasks.create_task(self._log_bad_frames())
+
+    async def close(self) -> None:
+        """Give clients LINGER_MS to take what they were sent, then close the sockets."""
+        deadline = self._loop.time() + LINGER_MS / 1000
+        while self._buffered_bytes and self._loop.time() < deadline:
+            self._submit.flush()
+            self._control.flush()
+            await asyncio.sleep(0.01)
+        self._submit.close()
+        self._control.close()
+        await asyncio.to_thread(self._context.term)
+
+    @property
+    def _buffered_bytes(self) -> int:
+        return self._submit.buffered_bytes + self._control.buffered_bytes
+
+    async def _read(self, door: Door) -> None:
+        for count in itertools.count(1):
+            session, frames = await door.receive()
+            await self._take(door, session, frames)
+            if count % FRAMES_A_TURN == 0:
+                # Receiving what has arrived already never yields to the other tasks.
+                await asyncio.sleep(0)
+
+    async def _take(self, door: Door, session: Session, frames: list[bytes]) -> None:
+        if self._loop.time() < session.patience.deaf_until:
+            self._count_bad("ignored")
+            return
+        try:
+            message = await self._decode(session, frames)
+            self._recorder.message("in", kind_of(message))
+            self._dispatch(door, session, message)
+        except ProtocolError as error:
+            self._refuse(door, session, error)
+        except UnauthenticatedError as error:
+            self._refuse_stranger(door, session, str(error))
+
+    async def _decode(self, session: Session, frames: list[bytes]) -> wire.ClientMessage:
+        if frames and frames[-1]:
+            session.encoding = encoding_of(frames[-1])
+        if len(frames) != 1:
+            raise ProtocolError("malformed_frames", f"a message is one frame, not {len(frames)}")
+        limit = self._config.server.max_message_bytes
+        if len(frames[0]) > LARGE_FRAME_BYTES:
+            return await asyncio.to_thread(decode, frames[0], limit)
+        return decode(frames[0], limit)
+
+    def _refuse(self, door: Door, session: Session, error: ProtocolError) -> None:
+        self._count_bad(error.code)
+        if error.code in _NOT_MESSAGES and not session.patience.take_bad_frame(self._loop.time()):
+            error = ProtocolError("flood", "too many bad frames; nothing of this peer is read for a second")
+        reply = wire.Error(
+            id=error.request_id or UNSET, code=error.code, message=str(error), field=error.field or UNSET
+        )
+        door.send(session, reply)
+
+    def _refuse_stranger(self, door: Door, session: Session, message: str) -> None:
+        """The same answer for every reason, later with each attempt."""
+        self._count_bad("unauthenticated")
+        delay = session.patience.take_failed_login(self._loop.time())
+        self._loop.call_later(delay, door.send, session, wire.Error(code="unauthenticated", message=message))
+
+    def _count_bad(self, reason: str) -> None:
+        self._recorder.bad_message(reason)
+        self._bad_frames[reason] += 1
+
+    async def _log_bad_frames(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_INTERVAL_S)
+            if self._bad_frames:
+                counts = " ".join(f"{reason}={count}" for reason, count in sorted(self._bad_frames.items()))
+                logger.warning("bad frames within %.0f s: %s", LOG_INTERVAL_S, counts)
+                self._bad_frames.clear()
+
+    def _dispatch(self, door: Door, session: Session, message: wire.ClientMessage) -> None:
+        """Raises ProtocolError for what the peer may not ask, UnauthenticatedError before its hello."""
+        if isinstance(message, wire.Hello):
+            self._greet(door, session, message)
+            return
+        if session.tenant is None:
+            raise UnauthenticatedError
+        match message:
+            case wire.Generate():
+                if door is not self._submit:
+                    text = "generate belongs on the submit socket"
+                    raise ProtocolError("unsupported", text, field="type", request_id=message.id)
+                self.desk.generate(session, message)
+            case wire.Cancel():
+                found = self.desk.cancel(RequestKey(session.tenant.name, message.id))
+                result = wire.CancelReply(id=message.id, result="cancelling" if found else "not_found")
+                door.send(session, result)
+            case wire.Status():
+                door.send(session, self._status(session.tenant, message.id))
+            case wire.Ping():
+                self._ping(door, session, message.id)
+            case wire.Drain():
+                if not session.tenant.operator:
+                    text = f"tenant {session.tenant.name!r} is not an operator"
+                    raise ProtocolError("forbidden", text, request_id=message.id)
+                door.send(session, wire.Draining(id=message.id))
+                self._on_drain()
+
+    def _greet(self, door: Door, session: Session, message: wire.Hello) -> None:
+        tenant = self._credentials.tenant_of(message.token)
+        if tenant is None:
+            raise UnauthenticatedError
+        if session.tenant not in (None, tenant):
+            raise ProtocolError("forbidden", "this connection belongs to another tenant")
+        if not door.admit(session, tenant):
+            limit = self._config.server.max_clients
+            raise ProtocolError("too_many_clients", f"{limit} clients are connected, which is the limit")
+        served = self.desk.served
+        welcome = wire.Welcome(
+            versions=(wire.PROTOCOL_VERSION, wire.PROTOCOL_VERSION),
+            epoch=self._epoch,
+            tenant=tenant.name,
+            model=served.info.model if served else self._config.model.path,
+            state=self._state,
+            control=self._control.endpoint,
+            limits=limits(self._config.server, served.info if served else None),
+        )
+        door.send(session, welcome)
+
+    @property
+    def _state(self) -> str:
+        """ "starting" until requests are taken: the tokenizer comes after the engine."""
+        state = self._engine.snapshot.state
+        return "starting" if state == "running" and self.desk.served is None else state
+
+    def _status(self, tenant: TenantConfig, reply_id: str) -> wire.StatusReply:
+        served = self.desk.served
+        return status_reply(
+            reply_id,
+            tenant,
+            config=self._config,
+            epoch=self._epoch,
+            info=served.info if served else None,
+            at=self._engine.snapshot,
+            now=self._loop.time(),
+        )
+
+    def _ping(self, door: Door, session: Session, reply_id: str) -> None:
+        if self.desk.served is None:
+            door.send(session, wire.Pong(id=reply_id, state=self._state))
+            return
+        if session.pings >= MAX_PINGS:
+            raise ProtocolError("busy", f"{MAX_PINGS} pings are unanswered", request_id=reply_id)
+        session.pings += 1
+        self._engine.ping(lambda: self._loop.call_soon_threadsafe(self._pong, door, session, reply_id))
+
+    def _pong(self, door: Door, session: Session, reply_id: str) -> None:
+        session.pings -= 1
+        door.send(session, wire.Pong(id=reply_id, state=self._state))
+
+    async def _beat(self) -> None:
+        """Show every client once a heartbeat that we live; sending is also how vanished ones are noticed."""
+        interval = self._config.server.heartbeat_ms / 1000
+        while True:
+            await asyncio.sleep(interval)
+            quiet_since = self._loop.time() - interval
+            for session in tuple(self._submit.sessions.values()):
+                self.desk.keep_alive(session, quiet_since)
+            for door in (self._submit, self._control):
+                for session in tuple(door.sessions.values()):
+                    if session.sent_at <= quiet_since:
+                        door.send(session, wire.KeepAlive(state="idle"))
+            self._recorder.clients(len(self._submit.sessions), self._buffered_bytes)

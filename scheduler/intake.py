@@ -1,0 +1,64 @@
+"""From a generate message to the prompt's token ids."""
+
+import logging
+
+from msgspec import UNSET
+
+from mlxd.batching.text import Tokenizer
+from mlxd.scheduler.errors import InvalidParamError, InvalidPromptError, RequestFailedError
+from mlxd.scheduler.messages import Generate
+
+logger = logging.getLogger(__name__)
+
+INLINE_CHARS = 2_000
+"""Longer texts are tokenised on another thread: they would hold up everyone's streams."""
+
+
+def is_long(message: Generate) -> bool:
+    if message.prompt is not UNSET:
+        return len(message.prompt) > INLINE_CHARS
+    if message.messages is not UNSET:
+        return sum(len(turn.content) for turn in message.messages) > INLINE_CHARS
+    return False
+
+
+def check_request(message: Generate, vocab_size: int) -> None:
+    """Raises InvalidParamError or InvalidPromptError for what can be told without the tokenizer."""
+    message.sampling.check(vocab_size)
+    given = [n for n in ("prompt", "messages", "token_ids") if getattr(message, n) is not UNSET]
+    if len(given) != 1:
+        raise InvalidParamError("prompt", given, "exactly one of prompt, messages and token_ids")
+    if message.token_ids is not UNSET:
+        bad = next((token for token in message.token_ids if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise InvalidPromptError(f"token_ids has {bad}; token ids are from 0 to {vocab_size - 1}")
+
+
+def prompt_ids(message: Generate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The prompt as token ids, never empty.
+
+    Raises:
+        InvalidPromptError: it is empty, or the chat template refuses it.
+        RequestFailedError: the tokenizer raised; "internal".
+    """
+    try:
+        ids = _encode(message, tokenizer)
+    except InvalidPromptError:
+        raise
+    except Exception as error:  # a tokenizer is foreign code: whatever it raises ends this request alone
+        logger.exception("tokenizer failed id=%s", message.id)
+        raise RequestFailedError("internal", "the tokenizer failed on this prompt") from error
+    if not ids:
+        raise InvalidPromptError("the prompt is empty")
+    return ids
+
+
+def _encode(message: Generate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if message.token_ids is not UNSET:
+        return message.token_ids
+    if message.messages is not UNSET:
+        turns = [{"role": turn.role, "content": turn.content} for turn in message.messages]
+        return tuple(tokenizer.encode_chat(turns))
+    if message.prompt is not UNSET:
+        return tuple(tokenizer.encode(message.prompt))
+    return ()

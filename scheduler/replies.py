@@ -1,0 +1,54 @@
+"""From error replies to the exceptions that a client raises."""
+
+from msgspec import UNSET
+
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.errors import (
+    EngineFailedError,
+    IdConflictError,
+    InvalidParamError,
+    InvalidPromptError,
+    MlxdError,
+    ProtocolError,
+    RejectedError,
+    RequestFailedError,
+    UnauthenticatedError,
+)
+
+_PROTOCOL_CODES = frozenset(
+    {
+        "busy",
+        "decode",
+        "flood",
+        "forbidden",
+        "malformed_frames",
+        "too_large",
+        "too_many_clients",
+        "unsupported",
+    }
+)
+
+
+def error_of(reply: wire.Error) -> MlxdError:
+    field = "" if reply.field is UNSET else reply.field
+    match reply.code:
+        case "unauthenticated":
+            return UnauthenticatedError()
+        case "invalid_param":
+            return InvalidParamError.from_message(field, reply.message)
+        case "invalid_prompt":
+            return InvalidPromptError(reply.message)
+        case "engine_failed":
+            return EngineFailedError(reply.message)
+        case code if code in _PROTOCOL_CODES:
+            return ProtocolError(code, reply.message, field=field)
+        case code:
+            return RequestFailedError(code, reply.message)
+
+
+def rejection_of(reply: wire.Rejected) -> MlxdError:
+    if reply.reason == "id_conflict":
+        return IdConflictError(reply.message)
+    return RejectedError(
+        reply.reason, reply.message, retryable=reply.retryable, retry_after_ms=reply.retry_after_ms
+    )

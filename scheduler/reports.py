@@ -1,0 +1,70 @@
+"""What the daemon tells about itself in hello and status replies."""
+
+from mlxd.batching.runner import RunnerInfo
+from mlxd.metrics.stats import EngineSnapshot, TenantGauges
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.config import Config, ServerConfig, TenantConfig
+from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_STRING_BYTES
+
+
+def limits(config: ServerConfig, info: RunnerInfo | None) -> wire.Limits:
+    return wire.Limits(
+        max_message_bytes=config.max_message_bytes,
+        max_string_bytes=MAX_STRING_BYTES,
+        max_items=MAX_ITEMS,
+        max_depth=MAX_DEPTH,
+        max_client_buffer_bytes=config.max_client_buffer_bytes,
+        heartbeat_ms=config.heartbeat_ms,
+        max_model_len=info.memory.max_model_len if info else 0,
+        vocab_size=info.vocab_size if info else 0,
+    )
+
+
+def status_reply(
+    reply_id: str,
+    asker: TenantConfig,
+    *,
+    config: Config,
+    epoch: str,
+    info: RunnerInfo | None,
+    at: EngineSnapshot,
+    now: float,
+) -> wire.StatusReply:
+    """The engine's state `at` its latest step; other tenants' part is shown to operators alone."""
+    names = [t.name for t in config.tenants] if asker.operator else [asker.name]
+    tenants = {name: _tenant_status(name, at) for name in names}
+    return wire.StatusReply(
+        id=reply_id,
+        state=at.state,
+        epoch=epoch,
+        model=info.model if info else config.model.path,
+        tenants=tenants,
+        waiting=at.waiting if asker.operator else tenants[asker.name].waiting,
+        running=at.running if asker.operator else tenants[asker.name].running,
+        steps=at.steps,
+        last_step_age_s=now - at.last_step_at if at.last_step_at else None,
+        kv_used_bytes=at.kv_used_bytes,
+        kv_reserved_bytes=at.kv_reserved_bytes,
+        kv_capacity_bytes=at.kv_capacity_bytes,
+        pages=at.pages,
+        graph_compiles=at.graph_compiles,
+        graph_retraces=at.graph_retraces,
+        graph_failures=at.graph_failures,
+        compiled_steps=at.compiled_steps,
+        eager_steps=at.eager_steps,
+        buckets=at.buckets,
+        memory_active_bytes=at.memory_active_bytes,
+        memory_peak_bytes=at.memory_peak_bytes,
+        notes=(info.notes if info else {}) | at.notes,
+        error=at.error,
+    )
+
+
+def _tenant_status(name: str, at: EngineSnapshot) -> wire.TenantStatus:
+    gauges = at.tenants.get(name, TenantGauges())
+    return wire.TenantStatus(
+        waiting=gauges.waiting,
+        running=gauges.running,
+        kv_reserved_bytes=gauges.kv_reserved_bytes,
+        service=gauges.service,
+    )

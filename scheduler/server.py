@@ -1,0 +1,157 @@
+"""The daemon's life: start, serve, drain, stop."""
+
+import asyncio
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+from mlxd.batching.runner import Progress
+from mlxd.batching.text import Tokenizer
+from mlxd.metrics.exporter import Exporter, ExporterError
+from mlxd.metrics.health import judge
+from mlxd.metrics.prometheus import PrometheusRecorder
+from mlxd.scheduler.config import Config
+from mlxd.scheduler.desk import Served
+from mlxd.scheduler.engine import Engine
+from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.frontend import Frontend
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+STOP_TIMEOUT_S = 10.0
+
+
+class Server:
+    """One daemon; `serve` may be called once.
+
+    Args:
+        engine: made from the configuration by default.
+        recorder: what `/metrics` shows; an engine passed in should have the same one.
+        tokenizer: the model folder's own by default.
+        on_progress: told about download, load and warm-up; called from other threads.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine: Engine | None = None,
+        recorder: PrometheusRecorder | None = None,
+        tokenizer: Tokenizer | None = None,
+        on_progress: Progress | None = None,
+    ) -> None:
+        self._config = config
+        self._recorder = recorder or PrometheusRecorder(
+            [tenant.name for tenant in config.tenants], version=version("mlxd")
+        )
+        self._engine = engine or Engine(config, recorder=self._recorder)
+        self._tokenizer = tokenizer
+        self._on_progress = on_progress
+        self._drain_requests = 0
+
+    def request_drain(self) -> None:
+        """Stop admitting and exit when the open requests are done; asked again, end them now."""
+        self._drain_requests += 1
+
+    async def serve(self, *, handle_signals: bool = True) -> int:
+        """Run until drained; SIGTERM and SIGINT drain.
+
+        Returns:
+            The exit code: 0 after a drain, 1 where the engine failed.
+        Raises:
+            ConfigError: the configuration, an address or a port cannot be used; nothing was started.
+            ModelError, EngineFailedError: the model cannot be loaded.
+        """
+        self._config.check()
+        with self._metrics(), self._signals(handle_signals):
+            frontend = Frontend(
+                self._config,
+                self._engine,
+                self._recorder,
+                epoch=secrets.token_hex(8),
+                on_drain=self.request_drain,
+            )
+            serving = asyncio.create_task(frontend.run())
+            try:
+                self._engine.start(frontend.post, self._on_progress)
+                return await self._live(frontend, serving)
+            finally:
+                # The engine's last events are posted before its thread ends, so they are delivered by then.
+                await asyncio.to_thread(self._engine.stop, 0.0 if self._forced else STOP_TIMEOUT_S)
+                serving.cancel()
+                await asyncio.wait([serving])
+                await frontend.close()
+
+    async def _live(self, frontend: Frontend, serving: asyncio.Task[None]) -> int:
+        await self._until(lambda: self._engine.snapshot.state != "starting", serving)
+        if not self._drain_requests:
+            info = self._engine.wait_ready(0.0)
+            tokenizer = self._tokenizer
+            if tokenizer is None:
+                tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model.path)
+            frontend.desk.served = Served(info, tokenizer)
+            logger.info("ready model=%s submit=%s", info.model, self._config.server.submit)
+            await self._until(lambda: self._failed, serving)
+        self._engine.drain()
+        logger.info(
+            "draining open=%d timeout_s=%s", frontend.desk.num_open, self._config.server.drain_timeout_s
+        )
+        await self._until_idle(frontend)
+        return 1 if self._failed else 0
+
+    async def _until(self, condition: Callable[[], bool], serving: asyncio.Task[None]) -> None:
+        """Returns early when a drain is asked; raises what ended the frontend."""
+        while not condition() and not self._drain_requests:
+            if serving.done():
+                serving.result()
+            await asyncio.sleep(POLL_S)
+
+    async def _until_idle(self, frontend: Frontend) -> None:
+        deadline = time.monotonic() + self._config.server.drain_timeout_s
+        while frontend.desk.num_open and time.monotonic() < deadline and not (self._failed or self._forced):
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _failed(self) -> bool:
+        return self._engine.snapshot.state == "failed"
+
+    @property
+    def _forced(self) -> bool:
+        return self._drain_requests > 1
+
+    @contextmanager
+    def _metrics(self) -> Iterator[None]:
+        try:
+            exporter = Exporter(
+                self._config.server.metrics,
+                self._recorder.registry,
+                lambda: judge(self._engine.snapshot, time.monotonic()),
+            )
+        except ExporterError as error:
+            raise ConfigError(f"server.metrics: {error}") from None
+        with exporter:
+            yield
+
+    @contextmanager
+    def _signals(self, handle: bool) -> Iterator[None]:
+        signals = (signal.SIGTERM, signal.SIGINT) if handle else ()
+        loop = asyncio.get_running_loop()
+        for number in signals:
+            loop.add_signal_handler(number, self.request_drain)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+def _load_tokenizer(model: str) -> Tokenizer:
+    # The engine has fetched the model by now: there is no progress to tell.
+    from mlxd.batching.model import resolve
+
+    return Tokenizer.load(resolve(model, lambda stage, share: None))

@@ -1,0 +1,168 @@
+"""A client's connection to the daemon, behind a seam that tests can replace."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.errors import (
+    ClientTimeoutError,
+    ConfigError,
+    ConnectionLostError,
+    MlxdError,
+    ProtocolError,
+    UnauthenticatedError,
+)
+from mlxd.scheduler.protocol import decode_reply, encode
+
+RECONNECT_MS = 50
+MAX_RECONNECT_MS = 1_000
+TCP_HEARTBEAT_MS = 1_000
+HANDSHAKE_RETRY_S = 1.0
+LINGER_MS = 500
+
+
+class Transport(Protocol):
+    """An open connection on which hello is done."""
+
+    async def send(self, message: wire.ClientMessage) -> None: ...
+
+    async def receive(self) -> wire.ServerMessage:
+        """The daemon's next message.
+
+        Raises:
+            ConnectionLostError: there will be none.
+            ProtocolError: this one cannot be read.
+        """
+        ...
+
+    async def close(self) -> None:
+        """What was sent still goes out; called once."""
+        ...
+
+
+Connect = Callable[[], Awaitable[Transport]]
+"""Opens a connection; raises ClientTimeoutError, UnauthenticatedError, ConfigError or ProtocolError."""
+
+
+class ZmqTransport:
+    """Two DEALER sockets: generate goes out on `submit`, everything else on `control`."""
+
+    def __init__(self, submit: zmq.asyncio.Socket, control: zmq.asyncio.Socket) -> None:
+        self._submit = submit
+        self._control = control
+        self._arrivals: asyncio.Queue[wire.ServerMessage | MlxdError] = asyncio.Queue()
+        self._tasks = [
+            asyncio.create_task(work(socket))
+            for socket in (submit, control)
+            for work in (self._read, self._watch)
+        ]
+
+    @classmethod
+    async def connect(
+        cls, endpoint: str, *, token: str, timeout_s: float, client: str = ""
+    ) -> "ZmqTransport":
+        """Say hello on both sockets, trying again until `timeout_s` is over.
+
+        Raises:
+            ClientTimeoutError: nobody answered.
+            UnauthenticatedError: the token is no tenant's.
+            ConfigError: the endpoint is not one.
+            ProtocolError: the daemon refused for another reason; `code` says which.
+        """
+        hello = encode(wire.Hello(v=wire.PROTOCOL_VERSION, token=token, client=client))
+        try:
+            async with asyncio.timeout(timeout_s):
+                submit, welcome = await _join(endpoint, hello)
+                try:
+                    control, _ = await _join(welcome.control, hello)
+                except BaseException:
+                    submit.close(linger=0)
+                    raise
+        except TimeoutError:
+            text = f"no answer from {endpoint} within {timeout_s:g} s; is the daemon running?"
+            raise ClientTimeoutError(text) from None
+        return cls(submit, control)
+
+    async def send(self, message: wire.ClientMessage) -> None:
+        socket = self._submit if isinstance(message, wire.Generate) else self._control
+        await socket.send(encode(message))
+
+    async def receive(self) -> wire.ServerMessage:
+        arrival = await self._arrivals.get()
+        if isinstance(arrival, MlxdError):
+            raise arrival
+        return arrival
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frame = await socket.recv()
+            try:
+                message = decode_reply(frame)
+            except ProtocolError as error:
+                self._arrivals.put_nowait(error)
+                continue
+            if isinstance(message, wire.Error) and message.code == "unauthenticated":
+                # The socket reconnected by itself: to the daemon we are a stranger, our requests are gone.
+                self._arrivals.put_nowait(ConnectionLostError("the daemon no longer knows this connection"))
+            else:
+                self._arrivals.put_nowait(message)
+
+    async def _watch(self, socket: zmq.asyncio.Socket) -> None:
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await recv_monitor_message(monitor)
+        self._arrivals.put_nowait(ConnectionLostError("the daemon closed the connection"))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        for socket in (self._submit, self._control):
+            socket.close(linger=LINGER_MS)
+
+
+async def _join(endpoint: str, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.Welcome]:
+    """A connected socket on which hello was answered; a hello that got lost is said again."""
+    patience_s = HANDSHAKE_RETRY_S
+    while True:
+        socket = _dealer(endpoint)
+        try:
+            async with asyncio.timeout(patience_s):
+                await socket.send(hello)
+                welcome = _welcomed(decode_reply(await socket.recv()))
+            return socket, welcome
+        except TimeoutError:
+            socket.close(linger=0)
+            patience_s *= 2
+        except BaseException:
+            socket.close(linger=0)
+            raise
+
+
+def _welcomed(reply: wire.ServerMessage) -> wire.Welcome:
+    if isinstance(reply, wire.Welcome):
+        return reply
+    if isinstance(reply, wire.Error) and reply.code == "unauthenticated":
+        raise UnauthenticatedError
+    if isinstance(reply, wire.Error):
+        raise ProtocolError(reply.code, reply.message)
+    raise ProtocolError("unsupported", f"hello was answered by {type(reply).__name__}")
+
+
+def _dealer(endpoint: str) -> zmq.asyncio.Socket:
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.set(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+    socket.set(zmq.IPV6, 1)
+    if endpoint.startswith("tcp://"):
+        socket.set(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(f"endpoint {endpoint!r}: {error.strerror}") from None
+    return socket
