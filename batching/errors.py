@@ -2,7 +2,7 @@
 
 
 class MlxdError(Exception):
-    """Base of all errors of mlxd. `code` is stable and goes over the wire; the message names value and limit."""
+    """Base of all errors of mlxd. `code` is stable and goes over the wire; messages name value and limit."""
 
     code = "internal"
 

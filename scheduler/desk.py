@@ -14,13 +14,7 @@ from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.errors import (
-    InvalidParamError,
-    InvalidPromptError,
-    MlxdError,
-    RejectedError,
-    RequestFailedError,
-)
+from mlxd.scheduler.errors import InvalidParamError, MlxdError, RejectedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.intake import check_request, is_long, prompt_ids
 from mlxd.scheduler.session import Session
@@ -131,12 +125,10 @@ class Desk:
                     retryable=error.retryable,
                     retry_after_ms=error.retry_after_ms,
                 )
-            case InvalidParamError() | InvalidPromptError() | RequestFailedError():
+            case _:
                 self._recorder.bad_message(error.code)
                 field = error.field if isinstance(error, InvalidParamError) else UNSET
                 reply = wire.Error(id=key.request_id, code=error.code, message=str(error), field=field)
-            case _:
-                raise error
         self._send(session, reply)
 
     def cancel(self, key: RequestKey, outcome: str = "cancelled") -> bool:

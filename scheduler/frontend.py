@@ -232,7 +232,11 @@ class Frontend:
         if session.pings >= MAX_PINGS:
             raise ProtocolError("busy", f"{MAX_PINGS} pings are unanswered", request_id=reply_id)
         session.pings += 1
-        self._engine.ping(lambda: self._loop.call_soon_threadsafe(self._pong, door, session, reply_id))
+
+        def answer() -> None:
+            self._loop.call_soon_threadsafe(self._pong, door, session, reply_id)
+
+        self._engine.ping(answer)
 
     def _pong(self, door: Door, session: Session, reply_id: str) -> None:
         session.pings -= 1

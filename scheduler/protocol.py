@@ -30,6 +30,11 @@ def encoding_of(frame: bytes) -> Encoding:
     return "json" if frame[:1] == b"{" else "msgpack"
 
 
+def kind_of(message: ClientMessage | ServerMessage) -> str:
+    """The message's `type` on the wire."""
+    return str(message.__struct_config__.tag)
+
+
 def encode(message: ClientMessage | ServerMessage, encoding: Encoding = "msgpack") -> bytes:
     return _encode_json(message) if encoding == "json" else _encode_msgpack(message)
 
