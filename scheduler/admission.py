@@ -21,7 +21,7 @@ _SMOOTHING = 0.1
 
 
 class Admission:
-    """Decides by memory, caps and policy; changes nothing but `num_overtaken` of requests that were passed."""
+    """Decides by memory, caps and policy; changes nothing but `num_overtaken` of requests passed over."""
 
     def __init__(self, config: SchedulerConfig, space: KvSpace, policy: Policy) -> None:
         self._max_waiting = config.max_waiting

@@ -22,6 +22,7 @@ class Batch:
 
     Attributes:
         budget: prefill a step holds; told the measured speed by whoever reads results.
+        num_entered: rows made since the start.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Batch:
         self._turns = PrefillTurns()
         self._running: dict[int, Request] = {}
         self._left: list[int] = []
-        self._num_entered = 0
+        self.num_entered = 0
         self._is_short_of_pages = False
 
     def __len__(self) -> int:
@@ -171,8 +172,8 @@ class Batch:
     def _enter(self, request: Request, now: float) -> None:
         request.transition(RequestState.RUNNING)
         self._book.dequeue(request)
-        self._num_entered += 1
-        request.row = self._space.enter(self._num_entered, request)
+        self.num_entered += 1
+        request.row = self._space.enter(self.num_entered, request)
         request.prefill_end = request.num_known - 1
         request.entered_at = now
         self._running[request.row.row_id] = request

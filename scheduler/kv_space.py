@@ -12,8 +12,8 @@ class KvSpace:
     """Promises pages to requests that enter and hands them to their rows as they grow.
 
     With `overcommit` 1 a row that entered always gets its pages. Above 1 the pools may run dry; then a
-    request enters only where the pages for its known tokens are free now, and one that was preempted before only where its
-    worst case is, so that a preemption is worth its recomputation.
+    request enters only where the pages for its known tokens are free now, and one that was preempted before
+    only where its worst case is, so that a preemption is worth its recomputation.
     """
 
     def __init__(self, plan: MemoryPlan, overcommit: float) -> None:
@@ -46,7 +46,7 @@ class KvSpace:
         return Row(row_id, request.sampling, request.seed, request.prompt, request.output, tables)
 
     def leave(self, row: Row) -> None:
-        """Take the row's pages and promise back; a launched step may still use them, since later ones wait."""
+        """Take the row's pages and promise back; a launched step may still use them: later ones wait."""
         for table in row.tables:
             table.clear()
         self._ledger.release(row.row_id)

@@ -1,11 +1,11 @@
-"""From submissions to steps, and from their results to events. Pure: time comes in, plans and events go out."""
+"""From submissions to steps, and from their results to events. Pure: it is told the time."""
 
 from collections import deque
 
 from mlxd.batching.plan import RowResult, StepPlan, StepResult
 from mlxd.batching.runner import RunnerInfo
 from mlxd.metrics.recorder import NullRecorder, Recorder
-from mlxd.metrics.stats import RequestStats
+from mlxd.metrics.stats import RequestStats, StepStats
 from mlxd.scheduler.admission import Admission
 from mlxd.scheduler.batch import Batch
 from mlxd.scheduler.config import Config
@@ -13,7 +13,7 @@ from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKe
 from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.policy import make_policy
 from mlxd.scheduler.request import Request, RequestState, derive_seed
-from mlxd.scheduler.step import Step, StepOutcome, Tally
+from mlxd.scheduler.step import Step, Tally
 from mlxd.scheduler.tenants import TenantBook
 
 
@@ -108,6 +108,13 @@ class Scheduler:
         request = self._open.get(key)
         return [] if request is None else [self._finish(request, outcome, now)]
 
+    def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
+        """Tell the end of every open request and touch nothing else: the rest of the state may be broken."""
+        requests, self._open = list(self._open.values()), {}
+        for request in requests:
+            self._recorder.request(_request_stats(request, "failed", now))
+        return [Finished(request.key, "failed", request.usage, error_code, error) for request in requests]
+
     def end_all(self, outcome: str, error_code: str, error: str, now: float) -> list[Event]:
         """End every open request, in order of arrival."""
         return [
@@ -125,11 +132,16 @@ class Scheduler:
         self._launched.append(step)
         return step.plan(self.space.take_scrub(), self.batch.take_left())
 
-    def postprocess(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
-        """Take a step's tokens and faults."""
+    def postprocess(self, plan: StepPlan, result: StepResult, now: float, events: list[Event]) -> StepStats:
+        """Take a step's tokens and faults.
+
+        Args:
+            events: appended to as things happen, so that no request's end is lost if this raises.
+        Returns:
+            The step's facts, without host times (join_s and leave_s are 0).
+        """
         step = self._launched.popleft()
         assert step.step_id == plan.step_id, f"step {plan.step_id} read before step {step.step_id}"
-        events: list[Event] = []
         for request, entry, row in zip(step.decoding, step.decode, result.rows, strict=True):
             assert row.row_id == entry.row.row_id, (
                 f"result of row {row.row_id} in place of {entry.row.row_id}"
@@ -146,7 +158,7 @@ class Scheduler:
             self.book.touched.add(name)
         self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
         tally, self._tally = self._tally, Tally()
-        return StepOutcome(events, tally.stats(step, result, now))
+        return tally.stats(step, result, now)
 
     def _accept(self, request: Request, result: RowResult, now: float, events: list[Event]) -> None:
         if result.fault is not None:

@@ -2,19 +2,10 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, StepPlan, StepResult
 from mlxd.metrics.stats import StepStats
-from mlxd.scheduler.events import Event
 from mlxd.scheduler.request import Request
-
-
-class StepOutcome(NamedTuple):
-    """What postprocess leaves: events in order, and the step's facts but for host times (join_s, leave_s: 0)."""
-
-    events: list[Event]
-    stats: StepStats
 
 
 @dataclass(slots=True, eq=False)

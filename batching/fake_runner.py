@@ -1,0 +1,259 @@
+"""A runner without a model: deterministic tokens, and every rule of a plan checked."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan, StepResult, TokenLogprobs
+from mlxd.batching.row import Row
+from mlxd.batching.runner import RunnerCounters, RunnerInfo
+from mlxd.caches.page_pool import SCRATCH_PAGE
+from mlxd.caches.sizing import GroupSpec, MemoryPlan, plan_memory
+
+_MASK = 2**64 - 1
+_START = 0x243F6A8885A308D3
+
+
+class PlanError(AssertionError):
+    """A plan broke a rule of the seam between scheduler and runner."""
+
+
+def fake_memory(
+    *,
+    max_rows: int = 32,
+    max_model_len: int = 4096,
+    chunk: int = 64,
+    page_size: int = 16,
+    num_pages: int | None = None,
+    window: int | None = None,
+) -> MemoryPlan:
+    """A small memory plan of one full group, and one sliding group where `window` is given.
+
+    num_pages: of the full group; None: what `max_rows` rows of full length need.
+    """
+    full = GroupSpec("full", (0,), None, page_size, 64)
+    specs = (full,) if window is None else (full, GroupSpec(f"sliding:{window}", (1,), window, page_size, 64))
+    rows = max_rows if num_pages is None else num_pages / full.pages_for(max_model_len, chunk)
+    row_bytes = sum(spec.pages_for(max_model_len, chunk) * spec.page_bytes for spec in specs)
+    return plan_memory(
+        specs,
+        budget_bytes=int(rows * row_bytes),
+        weights_bytes=0,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        chunk=chunk,
+    )
+
+
+def fake_completion(prompt: Sequence[int], seed: int, max_tokens: int, vocab_size: int) -> list[int]:
+    """The tokens FakeRunner gives a request that nothing stops."""
+    state = _START
+    for token in prompt:
+        state = _mix(state, token)
+    output: list[int] = []
+    while len(output) < max_tokens:
+        output.append(_draw(state, seed, len(output), vocab_size))
+        state = _mix(state, output[-1])
+    return output
+
+
+def _mix(state: int, value: int) -> int:
+    state = ((state ^ value) + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK
+    return state ^ (state >> 29)
+
+
+def _draw(state: int, seed: int, index: int, vocab_size: int) -> int:
+    return _mix(_mix(state, seed), index) % vocab_size
+
+
+@dataclass(slots=True)
+class _RowState:
+    """`history[p]`: hash of tokens 0..p, which stands for the keys and values of position p."""
+
+    history: list[int] = field(default_factory=list)
+    drawn: int | None = None
+
+
+class FakeRunner:
+    """Gives each row tokens that depend on its own tokens and seed alone, so never on its siblings.
+
+    Pages are kept as lists of hashes. What a row reads back must be what it wrote: a page that was shared,
+    not scrubbed, given to another row too early or never written shows as a PlanError, not as a wrong token.
+
+    Args:
+        memory: pools and chunk size; None: `fake_memory()`.
+        checks: look at the plan and the pages; off for measuring the scheduler.
+        decode_s, prefill_s_per_token: what results report, and what `sleep` is called with.
+        sleep: waits for a step's simulated time; None does not wait.
+        decode_fault, prefill_fault: give an error code to end that row alone.
+        fail_at_step: this launch raises RuntimeError.
+        hang_at_step: waiting for this step blocks until `resume` is set.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryPlan | None = None,
+        *,
+        vocab_size: int = 1000,
+        max_batch: int | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        checks: bool = True,
+        decode_s: float = 0.0,
+        prefill_s_per_token: float = 0.0,
+        sleep: Callable[[float], None] | None = None,
+        decode_fault: Callable[[DecodeEntry], str | None] | None = None,
+        prefill_fault: Callable[[PrefillChunk], str | None] | None = None,
+        fail_at_step: int | None = None,
+        hang_at_step: int | None = None,
+    ) -> None:
+        memory = memory or fake_memory()
+        self.info = RunnerInfo(
+            model="fake",
+            vocab_size=vocab_size,
+            memory=memory,
+            max_batch=max_batch or memory.max_rows,
+            eos_token_ids=eos_token_ids,
+            device="none",
+            compiled=False,
+            notes={"runner": "fake"},
+        )
+        self.resume = threading.Event()
+        self.closed = False
+        self._checks = checks
+        self._decode_s = decode_s
+        self._prefill_s_per_token = prefill_s_per_token
+        self._sleep = sleep
+        self._decode_fault = decode_fault
+        self._prefill_fault = prefill_fault
+        self._fail_at_step = fail_at_step
+        self._hang_at_step = hang_at_step
+        self._rows: dict[int, _RowState] = {}
+        self._pages: list[dict[int, list[int]]] = [{} for _ in memory.groups]
+        self._unwaited: list[int] = []
+        self._num_steps = 0
+
+    def launch(self, plan: StepPlan) -> "FakePendingStep":
+        if self.closed:
+            raise PlanError("launch after close")
+        if len(self._unwaited) > 1:
+            raise PlanError(f"step {plan.step_id} launched with steps {self._unwaited} not read")
+        if plan.step_id == self._fail_at_step:
+            raise RuntimeError(f"step {plan.step_id} fails as asked")
+        if self._checks:
+            _check_plan(plan)
+        for pages, scrubbed in zip(self._pages, plan.scrub, strict=True):
+            for page in scrubbed:
+                pages.pop(page, None)
+        for row_id in plan.left:
+            self._rows.pop(row_id, None)
+        rows = tuple(self._decode(entry) for entry in plan.decode)
+        faults = {chunk.row.row_id: fault for chunk in plan.prefill if (fault := self._prefill(chunk))}
+        self._unwaited.append(plan.step_id)
+        self._num_steps += 1
+        decode_s = self._decode_s if plan.decode else 0.0
+        prefill_s = self._prefill_s_per_token * plan.num_prefill_tokens
+        return FakePendingStep(plan, StepResult(rows, faults, decode_s, prefill_s), self._wait)
+
+    def _wait(self, plan: StepPlan, result: StepResult) -> StepResult:
+        if not self._unwaited or self._unwaited.pop(0) != plan.step_id:
+            raise PlanError(f"step {plan.step_id} read out of order")
+        if plan.step_id == self._hang_at_step:
+            self.resume.wait()
+        if self._sleep is not None:
+            self._sleep(result.decode_s + result.prefill_s)
+        return result
+
+    def _decode(self, entry: DecodeEntry) -> RowResult:
+        row = entry.row
+        state = self._rows.setdefault(row.row_id, _RowState())
+        if (entry.token is None) != (state.drawn is not None):
+            raise PlanError(f"row {row.row_id}: token {entry.token} given, {state.drawn} on the device")
+        token = entry.token if entry.token is not None else state.drawn
+        assert token is not None
+        self._write(row, state, entry.position, (token,))
+        state.drawn = _draw(state.history[-1], row.seed, entry.output_index, self.info.vocab_size)
+        fault = self._decode_fault(entry) if self._decode_fault else None
+        num_top = row.sampling.top_logprobs
+        logprobs = None
+        if num_top is not None:
+            top = tuple(((state.drawn + i) % self.info.vocab_size, -1.0 - i) for i in range(num_top))
+            logprobs = TokenLogprobs(-1.0, top)
+        return RowResult(row.row_id, state.drawn, logprobs, fault)
+
+    def _prefill(self, chunk: PrefillChunk) -> str | None:
+        state = self._rows.setdefault(chunk.row.row_id, _RowState())
+        if state.drawn is not None:
+            raise PlanError(f"row {chunk.row.row_id}: a chunk after a decode step")
+        self._write(chunk.row, state, chunk.start, chunk.tokens)
+        return self._prefill_fault(chunk) if self._prefill_fault else None
+
+    def _write(self, row: Row, state: _RowState, start: int, tokens: Sequence[int]) -> None:
+        """Append positions to the row's history and pages; check what its attention would read."""
+        if start != len(state.history):
+            raise PlanError(f"row {row.row_id}: position {start} after {len(state.history)}")
+        for token in tokens:
+            state.history.append(_mix(state.history[-1] if state.history else _START, token))
+        if self._checks:
+            for group in range(len(self._pages)):
+                self._write_pages(row, state.history, group, start)
+
+    def _write_pages(self, row: Row, history: list[int], group: int, start: int) -> None:
+        table, pages = row.tables[group], self._pages[group]
+        size, end = table.spec.page_size, len(history)
+        first = table.spec.first_live_page(start)
+        if not table.first_page <= first or not end <= table.end:
+            raise PlanError(
+                f"row {row.row_id}: {first * size}..{end} not in pages {table.start}..{table.end}"
+            )
+        for index in range(first, -(-end // size)):
+            low, high = index * size, min((index + 1) * size, end)
+            page_id = table.pages[index - table.first_page]
+            if low >= start and page_id in pages:
+                raise PlanError(f"row {row.row_id}: page {page_id} of group {group} was not scrubbed")
+            page = pages.setdefault(page_id, [0] * size)
+            if page[: max(0, start - low)] != history[low : min(start, high)]:
+                raise PlanError(f"row {row.row_id}: positions from {low} do not hold what it wrote")
+            fresh = max(start, low)
+            page[fresh - low : high - low] = history[fresh:high]
+
+    def maintain(self) -> bool:
+        return False
+
+    def counters(self) -> RunnerCounters:
+        return RunnerCounters(eager_steps=self._num_steps)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakePendingStep:
+    def __init__(
+        self, plan: StepPlan, result: StepResult, wait: Callable[[StepPlan, StepResult], StepResult]
+    ) -> None:
+        self.plan = plan
+        self._result = result
+        self._wait = wait
+
+    def wait(self) -> StepResult:
+        return self._wait(self.plan, self._result)
+
+
+def _check_plan(plan: StepPlan) -> None:
+    """Rules that need no history: each row once, chunks that hold their tokens, no page in two rows."""
+    rows = [entry.row for entry in plan.decode] + [chunk.row for chunk in plan.prefill]
+    ids = [row.row_id for row in rows]
+    if len(set(ids)) != len(ids):
+        raise PlanError(f"step {plan.step_id}: a row is in it twice: {sorted(ids)}")
+    if set(ids) & set(plan.left):
+        raise PlanError(f"step {plan.step_id}: rows {set(ids) & set(plan.left)} left and are in it")
+    for chunk in plan.prefill:
+        if not 0 <= chunk.start < chunk.end or len(chunk.tokens) != chunk.num_tokens:
+            raise PlanError(
+                f"row {chunk.row.row_id}: chunk {chunk.start}..{chunk.end}, {len(chunk.tokens)} tokens"
+            )
+    for group in range(len(plan.scrub)):
+        pages = [page for row in rows for page in row.tables[group].pages]
+        if len(set(pages)) != len(pages) or SCRATCH_PAGE in pages:
+            raise PlanError(
+                f"step {plan.step_id}: a page of group {group} is in two rows, or scratch is in one"
+            )

@@ -1,0 +1,286 @@
+"""The engine: one thread that owns the model, and the calls that any thread may make."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from mlxd.batching.runner import Progress, Runner, RunnerInfo
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.metrics.recorder import NullRecorder, Recorder
+from mlxd.metrics.stats import EngineSnapshot, TenantGauges
+from mlxd.scheduler.config import Config
+from mlxd.scheduler.errors import (
+    ClientTimeoutError,
+    EngineFailedError,
+    InvalidPromptError,
+    MlxdError,
+    ModelError,
+    RejectedError,
+)
+from mlxd.scheduler.events import Event, RequestKey, Submission
+from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Ping, Stop
+from mlxd.scheduler.local import Completion, LocalClient
+from mlxd.scheduler.loop import EngineLoop
+from mlxd.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+RETRY_MS = 1_000
+
+RunnerFactory = Callable[[Config, Progress], Runner]
+
+
+class Engine:
+    """Serves one model. Every method may be called from any thread; events come on the engine's own.
+
+    An error in a step ends every open request with "engine_failed" and the engine with it: there is no
+    restart.
+
+    Args:
+        runner_factory: makes the runner, on the engine thread; None loads the configured model.
+        clock: monotonic seconds; `Submission.arrived_at` and snapshots are on it.
+        seed: of requests that give none; None draws one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        runner_factory: RunnerFactory | None = None,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        self._config = config
+        self._factory = runner_factory or load_model_runner
+        self._recorder = recorder or NullRecorder()
+        self._clock = clock
+        self._seed = secrets.randbits(64) if seed is None else seed
+        self._inbox = Inbox(config.scheduler.max_waiting)
+        self._tenants = frozenset(tenant.name for tenant in config.tenants)
+        self._thread: threading.Thread | None = None
+        self._on_events: Callable[[Sequence[Event]], None] = _ignore_events
+        self._on_progress: Progress = _ignore_progress
+        self._is_settled = threading.Event()
+        self._info: RunnerInfo | None = None
+        self._failure: MlxdError | None = None
+        self._is_draining = False
+        self._snapshot = EngineSnapshot(now=clock())
+        self._local: LocalClient | None = None
+
+    def start(
+        self, on_events: Callable[[Sequence[Event]], None], on_progress: Progress | None = None
+    ) -> None:
+        """Begin to load; returns at once. May be called once.
+
+        Args:
+            on_events: gets events in order, on the engine thread; it must not block, and an error in it ends
+                the engine.
+            on_progress: told of loading, on the engine thread.
+        """
+        assert self._thread is None, "the engine was started already"
+        self._on_events = on_events
+        self._on_progress = on_progress or _ignore_progress
+        self._thread = threading.Thread(target=self._main, name="mlxd-engine", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self, timeout_s: float | None = None) -> RunnerInfo:
+        """Block until requests are taken.
+
+        Raises:
+            ModelError: the model cannot be served.
+            EngineFailedError: the engine failed otherwise.
+            ClientTimeoutError: it is still loading.
+        """
+        if not self._is_settled.wait(timeout_s):
+            raise ClientTimeoutError(f"the model is still loading after {timeout_s} s")
+        if self._failure is not None:
+            raise self._failure
+        return self.info
+
+    @property
+    def info(self) -> RunnerInfo:
+        """What is served; only after `wait_ready` returned."""
+        assert self._info is not None, "the model is not loaded yet"
+        return self._info
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """The state after the last step; never changed, replaced whole."""
+        return self._snapshot
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self._clock
+
+    def submit(self, submission: Submission) -> None:
+        """Hand a request in; Accepted or Rejected comes as an event.
+
+        Raises:
+            InvalidParamError, InvalidPromptError: the request can never be computed.
+            RejectedError: "loading", "draining" or "queue_full".
+            EngineFailedError: the engine is gone.
+        """
+        if self._failure is not None:
+            raise EngineFailedError(str(self._failure))
+        if self._info is None:
+            raise RejectedError("loading", "the model is loading", retryable=True, retry_after_ms=RETRY_MS)
+        if self._is_draining:
+            raise RejectedError("draining", "the daemon is draining", retryable=True)
+        assert submission.key.tenant in self._tenants, f"tenant {submission.key.tenant!r} is not configured"
+        _check_prompt(submission.prompt, self._info.vocab_size)
+        submission.sampling.check(self._info.vocab_size)
+        if not self._inbox.submit(submission):
+            limit = self._config.scheduler.max_waiting
+            message = f"{limit} requests wait to be looked at already"
+            raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
+
+    def cancel(self, key: RequestKey, outcome: str = "cancelled") -> None:
+        """End a request as "cancelled", "client_gone", "slow_client", "stop" or "failed", if it is open."""
+        self._inbox.send(Cancel(key, outcome))
+
+    def ping(self, callback: Callable[[], None]) -> None:
+        """Call back from the engine thread between two steps; never, where it hangs or is gone."""
+        self._inbox.send(Ping(callback))
+
+    def drain(self) -> None:
+        """Take no new requests; waiting and running ones finish."""
+        self._is_draining = True
+        self._inbox.send(Drain())
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End open requests as "draining", then the thread. False: it is still busy after `timeout_s`."""
+        self._is_draining = True
+        self._inbox.send(Stop())
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Complete prompts in this process, as the first configured tenant; all of them at once.
+
+        Starts the engine if need be; not for an engine that feeds a server.
+
+        Raises:
+            MlxdError: the model cannot be loaded, or a prompt cannot be served.
+        """
+        if self._local is None:
+            assert self._thread is None, "this engine was started by someone else: use a client"
+            self._local = LocalClient(self, self._config)
+            self.start(self._local.receive)
+        return self._local.generate(prompts, sampling or SamplingParams())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _main(self) -> None:
+        runner: Runner | None = None
+        loop: EngineLoop | None = None
+        try:
+            runner = self._factory(self._config, self._on_progress)
+            loop = self._make_loop(runner)
+            self._info = runner.info
+            loop.run()
+        except ModelError as error:
+            logger.error("model cannot be served: %s", error)
+            self._fail(error, loop)
+        except Exception as error:  # the one place: whatever went wrong, clients are told and the engine ends
+            logger.exception("engine failed")
+            self._fail(EngineFailedError(f"{type(error).__name__}: {error}"), loop)
+        finally:
+            if runner is not None:
+                runner.close()
+
+    def _make_loop(self, runner: Runner) -> EngineLoop:
+        return EngineLoop(
+            runner,
+            Scheduler(self._config, runner.info, seed=self._seed, recorder=self._recorder),
+            self._inbox,
+            recorder=self._recorder,
+            clock=self._clock,
+            emit=self._on_events,
+            publish=self._publish,
+        )
+
+    def _publish(self, snapshot: EngineSnapshot) -> None:
+        self._snapshot = snapshot
+        self._recorder.snapshot(snapshot)
+        self._is_settled.set()
+
+    def _fail(self, failure: MlxdError, loop: EngineLoop | None) -> None:
+        self._failure = failure
+        events = loop.abandon(str(failure)) if loop is not None else []
+        self._inbox.close()
+        self._publish(_after_failure(self._snapshot, str(failure), self._clock()))
+        if events:
+            self._on_events(events)
+
+
+def load_model_runner(config: Config, progress: Progress) -> Runner:
+    """The configured model on MLX. Imports MLX, so that clients and tests need not."""
+    from mlxd.batching.load import load_runner
+
+    return load_runner(
+        model_path=config.model.path,
+        max_model_len=config.model.max_model_len,
+        max_rows=config.scheduler.max_rows,
+        prefill_ms=config.scheduler.prefill_ms,
+        prefill_chunk=config.scheduler.prefill_chunk,
+        budget=config.cache.budget,
+        page_size=config.cache.page_size,
+        compile=config.decode.compile,
+        attention=config.decode.attention,
+        warmup_s=config.decode.warmup_s,
+        progress=progress,
+    )
+
+
+def _after_failure(last: EngineSnapshot, error: str, now: float) -> EngineSnapshot:
+    """Nothing is open and no KV is left; counts stay."""
+    return replace(
+        last,
+        state="failed",
+        error=error,
+        now=now,
+        waiting=0,
+        running=0,
+        prefilling=0,
+        prefill_tokens_left=0,
+        tenants={name: TenantGauges(service=gauges.service) for name, gauges in last.tenants.items()},
+        kv_used_bytes=0,
+        kv_reserved_bytes=0,
+        pages={name: (0, total) for name, (_, total) in last.pages.items()},
+    )
+
+
+def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
+    if not prompt:
+        raise InvalidPromptError("the prompt is empty")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidPromptError(f"the prompt has token id {bad}; ids are from 0 to {vocab_size - 1}")
+
+
+def _ignore_events(events: Sequence[Event]) -> None:
+    pass
+
+
+def _ignore_progress(stage: str, share: float) -> None:
+    pass

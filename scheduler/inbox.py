@@ -1,0 +1,80 @@
+"""Commands on their way to the engine thread."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlxd.scheduler.events import RequestKey, Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    key: RequestKey
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    callback: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Command = Submission | Cancel | Ping | Drain | Stop
+
+
+class Inbox:
+    """A queue from any thread to the engine thread. Submissions are bounded; other commands never wait."""
+
+    def __init__(self, max_submissions: int) -> None:
+        self._max_submissions = max_submissions
+        self._commands: deque[Command] = deque()
+        self._num_submissions = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def submit(self, submission: Submission) -> bool:
+        """False: it is full or closed."""
+        with self._changed:
+            if self._is_closed or self._num_submissions >= self._max_submissions:
+                return False
+            self._num_submissions += 1
+            self._commands.append(submission)
+            self._changed.notify()
+            return True
+
+    def send(self, command: Cancel | Ping | Drain | Stop) -> bool:
+        """False: it is closed."""
+        with self._changed:
+            if not self._is_closed:
+                self._commands.append(command)
+                self._changed.notify()
+            return not self._is_closed
+
+    def take(self, *, wait: bool) -> list[Command]:
+        """All commands so far, in order; with `wait` at least one."""
+        with self._changed:
+            while wait and not self._commands:
+                self._changed.wait()
+            return self._take_all()
+
+    def close(self) -> list[Command]:
+        """Refuse what comes from now on; returns what is left."""
+        with self._changed:
+            self._is_closed = True
+            return self._take_all()
+
+    def _take_all(self) -> list[Command]:
+        commands = list(self._commands)
+        self._commands.clear()
+        self._num_submissions = 0
+        return commands

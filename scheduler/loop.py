@@ -1,0 +1,157 @@
+"""What the engine thread does from a loaded runner to its end."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from mlxd.batching.runner import PendingStep, Runner
+from mlxd.metrics.recorder import Recorder
+from mlxd.metrics.stats import EngineSnapshot
+from mlxd.scheduler.events import Event, Rejected, Submission
+from mlxd.scheduler.inbox import Cancel, Command, Drain, Inbox, Ping, Stop
+from mlxd.scheduler.scheduler import Scheduler
+from mlxd.scheduler.snapshot import SnapshotMaker
+
+_STOPPED = "the daemon stopped"
+
+
+class _Launched(NamedTuple):
+    step: PendingStep
+    join_s: float
+
+
+class EngineLoop:
+    """Commands in, steps through the runner, events out.
+
+    Step t+1 is launched before step t is read. A snapshot is published before the events of the same moment,
+    and before the loop blocks with work it did not show yet: a step that hangs is seen as a step that hangs.
+
+    Args:
+        clock: monotonic seconds.
+        emit: gets events in order, never an empty list.
+        publish: gets each snapshot.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        inbox: Inbox,
+        *,
+        recorder: Recorder,
+        clock: Callable[[], float],
+        emit: Callable[[Sequence[Event]], None],
+        publish: Callable[[EngineSnapshot], None],
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._inbox = inbox
+        self._recorder = recorder
+        self._clock = clock
+        self._emit = emit
+        self._publish = publish
+        self._snapshots = SnapshotMaker(scheduler, runner)
+        self._launched: deque[_Launched] = deque()
+        self._events: list[Event] = []
+        self._is_stopping = False
+        self._last_step_at = 0.0
+        self._busy_since = 0.0
+
+    def run(self) -> None:
+        """Until a Stop; then ends what is open and waits for the steps in flight: the runner may close."""
+        self._tell("running")
+        while not self._is_stopping:
+            self._turn()
+        self._events += self._scheduler.end_all("draining", "draining", _STOPPED, self._clock())
+        self._refuse_unseen(_STOPPED)
+        while self._launched:
+            self._launched.popleft().step.wait()
+        self._tell("stopped")
+
+    def abandon(self, error: str) -> list[Event]:
+        """After `run` raised: every event that is still owed. Takes no more commands."""
+        self._events += self._scheduler.abandon("engine_failed", error, self._clock())
+        self._refuse_unseen(error)
+        return self._events
+
+    def _refuse_unseen(self, why: str) -> None:
+        for command in self._inbox.close():
+            if isinstance(command, Submission):
+                self._recorder.rejected(command.key.tenant, "draining")
+                self._events.append(Rejected(command.key, "draining", why, retryable=True))
+
+    def _turn(self) -> None:
+        is_idle = not self._launched and self._scheduler.num_open == 0
+        commands = self._inbox.take(wait=is_idle and not self._rest())
+        for command in commands:
+            self._obey(command)
+        if self._is_stopping:
+            return
+        has_launched = self._launch()
+        if commands:
+            self._tell(self._state)
+        if self._launched and (len(self._launched) > 1 or not has_launched):
+            self._read_oldest()
+            self._tell(self._state)
+        elif not has_launched and self._scheduler.num_open:
+            raise AssertionError(f"{self._scheduler.num_open} requests are open and no step can be planned")
+
+    @property
+    def _state(self) -> str:
+        return "draining" if self._scheduler.is_draining else "running"
+
+    def _rest(self) -> bool:
+        """Nothing is open: check that nothing leaked. Whether the runner has put-off work left."""
+        self._scheduler.space.check_empty()
+        return self._runner.maintain()
+
+    def _obey(self, command: Command) -> None:
+        now = self._clock()
+        match command:
+            case Submission():
+                if self._scheduler.num_open == 0:
+                    self._busy_since = now
+                self._events.append(self._scheduler.submit(command))
+            case Cancel():
+                self._events += self._scheduler.cancel(command.key, command.outcome, now)
+            case Ping():
+                command.callback()
+            case Drain():
+                self._scheduler.is_draining = True
+            case Stop():
+                self._scheduler.is_draining = self._is_stopping = True
+
+    def _launch(self) -> bool:
+        """Plan and start a step, if there is one; its planning is the time its new rows took to join."""
+        begun, num_entered = self._clock(), self._scheduler.batch.num_entered
+        plan = self._scheduler.schedule(begun)
+        if plan is None:
+            return False
+        has_joined = self._scheduler.batch.num_entered > num_entered
+        join_s = self._clock() - begun if has_joined else 0.0
+        self._launched.append(_Launched(self._runner.launch(plan), join_s))
+        return True
+
+    def _read_oldest(self) -> None:
+        step, join_s = self._launched.popleft()
+        result = step.wait()
+        self._last_step_at = now = self._clock()
+        stats = self._scheduler.postprocess(step.plan, result, now, self._events)
+        if stats.joined or stats.left:
+            leave_s = self._clock() - now if stats.left else 0.0
+            stats = replace(stats, join_s=join_s, leave_s=leave_s)
+        self._recorder.step(stats)
+
+    def _tell(self, state: str) -> None:
+        self._publish(
+            self._snapshots.make(
+                state=state,
+                now=self._clock(),
+                last_step_at=self._last_step_at,
+                busy_since=self._busy_since,
+            )
+        )
+        if self._events:
+            events, self._events = self._events, []
+            self._emit(events)

@@ -1,0 +1,51 @@
+"""The engine's state as others may see it."""
+
+from mlxd.batching.runner import Runner
+from mlxd.metrics.stats import EngineSnapshot, TenantGauges
+from mlxd.scheduler.scheduler import Scheduler
+
+
+class SnapshotMaker:
+    """Makes snapshots; keeps the gauges of tenants that did not change. Runs on the engine thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tenants: dict[str, TenantGauges] = {}
+
+    def make(self, *, state: str, now: float, last_step_at: float, busy_since: float) -> EngineSnapshot:
+        scheduler, counters, info = self._scheduler, self._runner.counters(), self._runner.info
+        prefilling, prefill_tokens_left = scheduler.batch.prefill_backlog()
+        return EngineSnapshot(
+            state=state,
+            now=now,
+            last_step_at=last_step_at,
+            busy_since=busy_since,
+            steps=scheduler.num_steps,
+            waiting=scheduler.num_waiting,
+            running=len(scheduler.batch),
+            prefilling=prefilling,
+            prefill_tokens_left=prefill_tokens_left,
+            tenants=self._gauges(),
+            kv_used_bytes=scheduler.space.used_bytes,
+            kv_reserved_bytes=scheduler.space.reserved_bytes,
+            kv_capacity_bytes=info.memory.kv_bytes,
+            pages=scheduler.space.pages,
+            graph_compiles=counters.graph_compiles,
+            graph_retraces=counters.graph_retraces,
+            graph_failures=counters.graph_failures,
+            compiled_steps=counters.compiled_steps,
+            eager_steps=counters.eager_steps,
+            buckets=counters.buckets,
+            memory_active_bytes=counters.memory_active_bytes,
+            memory_peak_bytes=counters.memory_peak_bytes,
+            memory_cache_bytes=counters.memory_cache_bytes,
+            notes=info.notes,
+        )
+
+    def _gauges(self) -> dict[str, TenantGauges]:
+        book = self._scheduler.book
+        if book.touched:
+            self._tenants = self._tenants | {name: book[name].gauges() for name in book.touched}
+            book.touched.clear()
+        return self._tenants
