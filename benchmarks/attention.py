@@ -1,0 +1,146 @@
+"""Decode attention of one layer: variants and page sizes, against a padded batch as mlx-lm keeps it.
+
+    python benchmarks/attention.py --rows 1,8,32 --context 256,2048 --heads 9,3,64
+
+A step writes each row's new position and attends to all of the row's positions. Rows own distinct pages in
+random order; their lengths go from half the context to all of it. Prints JSON lines: milliseconds a layer,
+eager, the best of `--repeats`.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mlxd.batching.blas import ensure_blas
+
+ensure_blas()  # before anything imports mlx
+
+import mlx.core as mx  # noqa: E402
+
+from mlxd.batching.attention import InPlace, variant  # noqa: E402
+from mlxd.caches.paged import PagedStandIn  # noqa: E402
+from mlxd.caches.paged_view import PagedView  # noqa: E402
+from mlxd.caches.row_group import width_bucket  # noqa: E402
+from mlxd.caches.sizing import GroupSpec  # noqa: E402
+
+Step = Callable[[], list[mx.array]]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    query: int
+    kv: int
+    dim: int
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+
+def paged_step(name: str, page_size: int, rows: int, context: int, heads: Heads, dtype: mx.Dtype) -> Step:
+    spec = GroupSpec("full", (0,), None, page_size, 2 * heads.kv * heads.dim * dtype.size)
+    lengths = _lengths(rows, context)
+    pages = list(range(1, rows * -(-context // page_size) + 1))
+    random.Random(0).shuffle(pages)
+    width = width_bucket(-(-context // page_size))
+    table = []
+    for length in lengths:
+        own = [pages.pop() for _ in range(-(-length // page_size))]
+        table.append(own + [own[-1]] * (width - len(own)))
+    pool_shape = (rows * -(-context // page_size) + 1, heads.kv, page_size, heads.dim)
+    pools = [mx.random.normal(pool_shape).astype(dtype) for _ in range(2)]
+    start, positions = mx.zeros((rows,), mx.int32), mx.array([length - 1 for length in lengths])
+    tables = mx.array(table, mx.int32)
+    queries, new = _inputs(rows, heads, dtype)
+    attention = variant(name)
+
+    def step() -> list[mx.array]:
+        view = PagedView(spec, tables, start, positions, attention)
+        stand_in = PagedStandIn(pools[0], pools[1], view)
+        # The pools' only holders are then the stand-in and the graph, so the write is in place.
+        pools.clear()
+        keys, values = stand_in.update_and_fetch(new, new)
+        if isinstance(attention, InPlace):
+            out = attention.attend(queries, keys, values, view, heads.scale, None)
+        else:
+            mask = attention.mask(view)
+            out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=heads.scale, mask=mask)
+        pools.extend(stand_in.outputs)
+        return [out, *pools]
+
+    return step
+
+
+def padded_step(rows: int, context: int, heads: Heads, dtype: mx.Dtype) -> Step:
+    """One buffer for all rows, padded on the left, and an array mask."""
+    shape = (rows, heads.kv, context, heads.dim)
+    buffers = [mx.random.normal(shape).astype(dtype) for _ in range(2)]
+    padding = mx.array([context - length for length in _lengths(rows, context)])
+    mask = (mx.arange(context) >= padding[:, None])[:, None, None, :]
+    queries, new = _inputs(rows, heads, dtype)
+    mx.eval(mask)
+
+    def step() -> list[mx.array]:
+        for buffer in buffers:
+            buffer[:, :, -1:] = new
+        out = mx.fast.scaled_dot_product_attention(queries, *buffers, scale=heads.scale, mask=mask)
+        return [out, *buffers]
+
+    return step
+
+
+def _lengths(rows: int, context: int) -> list[int]:
+    return [context - (context // 2) * i // max(1, rows - 1) for i in range(rows)]
+
+
+def _inputs(rows: int, heads: Heads, dtype: mx.Dtype) -> list[mx.array]:
+    """Queries, and the new position's keys (values are the same)."""
+    shapes = (rows, heads.query, 1, heads.dim), (rows, heads.kv, 1, heads.dim)
+    return [mx.random.normal(shape).astype(dtype) for shape in shapes]
+
+
+def best_ms(step: Step, repeats: int) -> float:
+    mx.eval(step())
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        mx.eval(step())
+        times.append(time.perf_counter() - begun)
+    return round(min(times) * 1e3, 4)
+
+
+def measure(rows: int, context: int, heads: Heads, page_sizes: Sequence[int], repeats: int) -> None:
+    dtype = mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
+    case = {"rows": rows, "context": context, "heads": f"{heads.query}/{heads.kv}x{heads.dim}"}
+    padded = best_ms(padded_step(rows, context, heads, dtype), repeats)
+    print(json.dumps(case | {"variant": "padded", "ms": padded}), flush=True)
+    for page_size in page_sizes:
+        for name in ("in_place", "gathered"):
+            ms = best_ms(paged_step(name, page_size, rows, context, heads, dtype), repeats)
+            print(json.dumps(case | {"variant": name, "page_size": page_size, "ms": ms}), flush=True)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=_numbers, default=[1, 8, 32])
+    parser.add_argument("--context", type=_numbers, default=[256, 2048])
+    parser.add_argument("--heads", type=_numbers, default=[9, 3, 64], help="query heads, KV heads, head dim")
+    parser.add_argument("--page-sizes", type=_numbers, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    for context in options.context:
+        for rows in options.rows:
+            measure(rows, context, Heads(*options.heads), options.page_sizes, options.repeats)
+
+
+if __name__ == "__main__":
+    main()
