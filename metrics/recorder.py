@@ -8,9 +8,9 @@ from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats
 class Recorder(Protocol):
     """Receives facts; never blocks, never raises, costs microseconds.
 
-    `accepted`, `request`, `step` and `snapshot` come from the engine thread. The first three count from the next
-    `snapshot` on, so that what is counted and what the snapshot says is open are of one moment: the engine takes a
-    snapshot after every step, and whenever it has taken in, cancelled or ended requests and is about to block.
+    `accepted`, `request`, `step` and `snapshot` come from the engine thread. The first three count from the
+    next `snapshot` on, so that what is counted and what the snapshot says is open are of one moment. So the
+    engine tells a snapshot after every step, and before it blocks if requests came, left or changed since.
     The other methods may be called from any thread and count at once.
     """
 
@@ -27,7 +27,7 @@ class Recorder(Protocol):
     def snapshot(self, snapshot: EngineSnapshot) -> None: ...
 
     def rejected(self, tenant: str, reason: str) -> None:
-        """A request was refused before it was accepted; `reason` is an error code or rejection reason of ours."""
+        """A request was refused before it was accepted; `reason` is a word of ours."""
         ...
 
     def bad_message(self, reason: str) -> None:

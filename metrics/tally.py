@@ -1,0 +1,154 @@
+"""Facts become numbers here: one method a fact, no lock, no queue."""
+
+from collections.abc import Sequence
+
+from mlxd.metrics.catalogue import Catalogue
+from mlxd.metrics.instruments import OTHER, LabelGuard
+from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats, TenantGauges
+
+OUTCOMES = ("stop", "length", "cancelled", "client_gone", "slow_client", "failed", "draining")
+STATES = ("starting", "running", "draining", "stopped", "failed")
+STEP_KINDS = ("decode", "prefill", "mixed")
+
+MAX_TENANT_LABELS = 200
+MAX_OPEN_LABELS = 32
+
+
+class Tally:
+    """Writes facts into `catalogue`; its owner sees to it that one thread at a time is inside.
+
+    Args:
+        tenants: names that become label values, the first `MAX_TENANT_LABELS` of them.
+    """
+
+    def __init__(self, tenants: Sequence[str], version: str) -> None:
+        self.catalogue = Catalogue()
+        self._tenants = (*tenants[:MAX_TENANT_LABELS], OTHER)
+        self._tenant = LabelGuard(self._tenants)
+        self._rejection = LabelGuard(limit=MAX_OPEN_LABELS)
+        self._preemption = LabelGuard(limit=MAX_OPEN_LABELS)
+        self._kind = LabelGuard(limit=MAX_OPEN_LABELS)
+        self._fault = LabelGuard(limit=MAX_OPEN_LABELS)
+        self._snapshot = EngineSnapshot()
+        self.catalogue.wire.build.set(1, version)
+        self._start_at_zero()
+
+    def _start_at_zero(self) -> None:
+        """Series whose labels are known begin at 0, else `rate()` would miss their first event."""
+        requests, steps, wire = self.catalogue.requests, self.catalogue.steps, self.catalogue.wire
+        for tenant in self._tenants:
+            requests.accepted.add(0, tenant)
+            requests.prompt_tokens.add(0, tenant, "computed")
+            requests.generation_tokens.add(0, tenant)
+            for outcome in OUTCOMES:
+                requests.ended.add(0, tenant, outcome)
+        for kind in STEP_KINDS:
+            steps.steps.add(0, kind)
+        for part in ("decode", "prefill"):
+            steps.device_time.add(0, part)
+        for op in ("join", "leave"):
+            steps.batch_changes.add(0, op)
+        steps.rows.add(0)
+        wire.clients.set(0)
+        wire.client_buffer.set(0)
+
+    def accepted(self, tenant: str) -> None:
+        self.catalogue.requests.accepted.add(1, self._tenant(tenant))
+
+    def rejected(self, tenant: str, reason: str) -> None:
+        self.catalogue.requests.rejected.add(1, self._tenant(tenant), self._rejection(reason))
+
+    def request(self, stats: RequestStats) -> None:
+        requests, tenant = self.catalogue.requests, self._tenant(stats.tenant)
+        requests.ended.add(1, tenant, stats.outcome)
+        requests.duration.observe(stats.duration_s)
+        requests.request_prompt_tokens.observe(stats.prompt_tokens)
+        requests.request_generation_tokens.observe(stats.generated_tokens)
+        if stats.queue_s is not None:
+            requests.queue_time.observe(stats.queue_s, tenant)
+        if stats.first_token_s is not None:
+            requests.time_to_first_token.observe(stats.first_token_s, tenant)
+
+    def step(self, stats: StepStats) -> None:
+        requests, steps = self.catalogue.requests, self.catalogue.steps
+        for tenant, tokens in stats.prefill_tokens.items():
+            requests.prompt_tokens.add(tokens, self._tenant(tenant), "computed")
+        for tenant, tokens in stats.generated_tokens.items():
+            requests.generation_tokens.add(tokens, self._tenant(tenant))
+        kind = _kind_of(stats)
+        steps.steps.add(1, kind)
+        steps.rows.add(stats.decode_rows)
+        steps.duration.observe(stats.step_s, kind)
+        steps.device_time.add(stats.decode_s, "decode")
+        steps.device_time.add(stats.prefill_s, "prefill")
+        steps.token_gap.observe_all(stats.token_gaps_s)
+        for op, rows, seconds in (("join", stats.joined, stats.join_s), ("leave", stats.left, stats.leave_s)):
+            if rows:
+                steps.batch_changes.add(rows, op)
+                steps.batch_change_time.observe(seconds, op)
+        for reason, rows in stats.preemptions.items():
+            steps.preemptions.add(rows, self._preemption(reason))
+
+    def message(self, direction: str, kind: str) -> None:
+        self.catalogue.wire.messages.add(1, direction, self._kind(kind))
+
+    def bad_message(self, reason: str) -> None:
+        self.catalogue.wire.bad_messages.add(1, self._fault(reason))
+
+    def clients(self, connected: int, buffered_bytes: int) -> None:
+        self.catalogue.wire.clients.set(connected)
+        self.catalogue.wire.client_buffer.set(buffered_bytes)
+
+    def snapshot(self, snapshot: EngineSnapshot, unix_s: float) -> None:
+        """Keep it for `show`; `unix_s` is the time of day at `snapshot.now`."""
+        if snapshot.steps != self._snapshot.steps:
+            self.catalogue.engine.last_step.set(unix_s - (snapshot.now - snapshot.last_step_at))
+        self._snapshot = snapshot
+
+    def show(self) -> None:
+        """Set the gauges and followed counters to what the latest snapshot says."""
+        snapshot, engine = self._snapshot, self.catalogue.engine
+        for state in STATES:
+            engine.state.set(float(state == snapshot.state), state)
+        self._show_tenants(snapshot.tenants)
+        engine.prefilling.set(snapshot.prefilling)
+        engine.prefill_left.set(snapshot.prefill_tokens_left)
+        engine.kv.set(snapshot.kv_used_bytes, "used")
+        engine.kv.set(snapshot.kv_reserved_bytes, "reserved")
+        engine.kv.set(snapshot.kv_capacity_bytes, "capacity")
+        for group, (held, total) in snapshot.pages.items():
+            engine.pages.set(held, group, "held")
+            engine.pages.set(total - held, group, "free")
+        engine.compiles.raise_to(snapshot.graph_compiles)
+        engine.retraces.raise_to(snapshot.graph_retraces)
+        engine.graph_failures.raise_to(snapshot.graph_failures)
+        engine.decode_steps.raise_to(snapshot.compiled_steps, "compiled")
+        engine.decode_steps.raise_to(snapshot.eager_steps, "eager")
+        engine.memory.set(snapshot.memory_active_bytes, "active")
+        engine.memory.set(snapshot.memory_peak_bytes, "peak")
+        engine.memory.set(snapshot.memory_cache_bytes, "cache")
+
+    def _show_tenants(self, tenants: dict[str, TenantGauges]) -> None:
+        engine = self.catalogue.engine
+        for name in self._tenants:
+            named = tenants.get(name, TenantGauges()) if name != OTHER else self._others(tenants)
+            engine.running.set(named.running, name)
+            engine.waiting.set(named.waiting, name)
+            engine.tenant_kv.set(named.kv_reserved_bytes, name)
+            engine.service.raise_to(named.service, name)
+
+    def _others(self, tenants: dict[str, TenantGauges]) -> TenantGauges:
+        """The tenants without a label of their own, added up."""
+        others = [gauges for name, gauges in tenants.items() if self._tenant(name) == OTHER]
+        return TenantGauges(
+            waiting=sum(gauges.waiting for gauges in others),
+            running=sum(gauges.running for gauges in others),
+            kv_reserved_bytes=sum(gauges.kv_reserved_bytes for gauges in others),
+            service=sum(gauges.service for gauges in others),
+        )
+
+
+def _kind_of(stats: StepStats) -> str:
+    if not stats.prefill_tokens:
+        return "decode"
+    return "mixed" if stats.decode_rows else "prefill"

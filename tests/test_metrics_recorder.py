@@ -1,0 +1,441 @@
+"""What the facts told to the recorder become at a scrape."""
+
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from prometheus_client.registry import CollectorRegistry
+
+from mlxd.metrics.prometheus import PrometheusRecorder
+from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats, TenantGauges
+from mlxd.metrics.tally import MAX_OPEN_LABELS, MAX_TENANT_LABELS, OUTCOMES
+
+STEP = StepStats(
+    decode_rows=0,
+    prefill_tokens={},
+    generated_tokens={},
+    step_s=0.02,
+    decode_s=0.0,
+    prefill_s=0.0,
+    join_s=0.0,
+    leave_s=0.0,
+    joined=0,
+    left=0,
+    token_gaps_s=(),
+    preemptions={},
+    compiled=False,
+)
+REQUEST = RequestStats(
+    tenant="acme",
+    outcome="stop",
+    prompt_tokens=7,
+    generated_tokens=3,
+    queue_s=0.004,
+    first_token_s=0.03,
+    duration_s=0.2,
+)
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Scraped:
+    """One scrape, asked by name and labels."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.samples: Samples = {
+            (s.name, tuple(sorted(s.labels.items()))): s.value for m in registry.collect() for s in m.samples
+        }
+
+    def get(self, name: str, **labels: str) -> float | None:
+        return self.samples.get((name, tuple(sorted(labels.items()))))
+
+    def total(self, name: str) -> float:
+        return sum(value for (sample, _), value in self.samples.items() if sample == name)
+
+    def by(self, label: str, name: str) -> Counter[str]:
+        """The sums over all other labels."""
+        sums: Counter[str] = Counter()
+        for (sample, labels), value in self.samples.items():
+            if sample == name:
+                sums[dict(labels)[label]] += int(value)
+        return sums
+
+    def values_of(self, label: str, name: str) -> set[str]:
+        return {dict(labels)[label] for sample, labels in self.samples if sample == name}
+
+
+@pytest.fixture
+def recorder() -> PrometheusRecorder:
+    return PrometheusRecorder(["acme", "beta"], version="1.2.3", wall_clock=lambda: 5000.0)
+
+
+def told(recorder: PrometheusRecorder) -> Scraped:
+    """Scrape after the engine told a snapshot."""
+    recorder.snapshot(EngineSnapshot(state="running"))
+    return Scraped(recorder.registry)
+
+
+def test_a_step_counts_its_rows_tokens_and_times(recorder: PrometheusRecorder) -> None:
+    recorder.step(
+        replace(
+            STEP,
+            decode_rows=2,
+            prefill_tokens={"acme": 64, "beta": 16},
+            generated_tokens={"acme": 2},
+            decode_s=0.01,
+            prefill_s=0.006,
+            joined=3,
+            join_s=0.0002,
+            left=1,
+            leave_s=0.0001,
+            token_gaps_s=(0.02, 0.03),
+            preemptions={"pages": 2},
+        )
+    )
+    scraped = told(recorder)
+    assert scraped.get("mlxd_steps_total", kind="mixed") == 1
+    assert scraped.get("mlxd_step_rows_total") == 2
+    assert scraped.get("mlxd_prompt_tokens_total", tenant="beta", source="computed") == 16
+    assert scraped.get("mlxd_generation_tokens_total", tenant="acme") == 2
+    assert scraped.get("mlxd_step_duration_seconds_sum", kind="mixed") == pytest.approx(0.02)
+    assert scraped.get("mlxd_step_device_seconds_total", part="decode") == pytest.approx(0.01)
+    assert scraped.get("mlxd_step_device_seconds_total", part="prefill") == pytest.approx(0.006)
+    assert scraped.get("mlxd_batch_changes_total", op="join") == 3
+    assert scraped.get("mlxd_batch_change_duration_seconds_count", op="join") == 1
+    assert scraped.get("mlxd_batch_change_duration_seconds_sum", op="leave") == pytest.approx(0.0001)
+    assert scraped.get("mlxd_inter_token_latency_seconds_count") == 2
+    assert scraped.get("mlxd_inter_token_latency_seconds_sum") == pytest.approx(0.05)
+    assert scraped.get("mlxd_preemptions_total", reason="pages") == 2
+
+
+@pytest.mark.parametrize(
+    ("decode_rows", "prefill_tokens", "kind"),
+    [(1, {}, "decode"), (0, {"acme": 5}, "prefill"), (4, {"acme": 5}, "mixed")],
+)
+def test_steps_are_of_the_kind_of_what_is_in_them(
+    recorder: PrometheusRecorder, decode_rows: int, prefill_tokens: dict[str, int], kind: str
+) -> None:
+    recorder.step(replace(STEP, decode_rows=decode_rows, prefill_tokens=prefill_tokens))
+    scraped = told(recorder)
+    assert scraped.get("mlxd_steps_total", kind=kind) == scraped.total("mlxd_steps_total") == 1
+
+
+def test_a_step_where_no_row_joined_or_left_observes_no_batch_change(recorder: PrometheusRecorder) -> None:
+    recorder.step(replace(STEP, decode_rows=1))
+    assert told(recorder).total("mlxd_batch_change_duration_seconds_count") == 0
+
+
+def test_a_request_counts_once_by_tenant_and_outcome(recorder: PrometheusRecorder) -> None:
+    recorder.request(REQUEST)
+    scraped = told(recorder)
+    assert scraped.get("mlxd_requests_total", tenant="acme", outcome="stop") == 1
+    assert scraped.total("mlxd_requests_total") == 1
+    assert scraped.get("mlxd_queue_time_seconds_sum", tenant="acme") == pytest.approx(0.004)
+    assert scraped.get("mlxd_time_to_first_token_seconds_sum", tenant="acme") == pytest.approx(0.03)
+    assert scraped.get("mlxd_request_duration_seconds_sum") == pytest.approx(0.2)
+    assert scraped.get("mlxd_request_prompt_tokens_sum") == 7
+    assert scraped.get("mlxd_request_generation_tokens_sum") == 3
+
+
+def test_a_request_that_never_started_has_no_queue_time_and_no_first_token(
+    recorder: PrometheusRecorder,
+) -> None:
+    recorder.request(replace(REQUEST, outcome="cancelled", queue_s=None, first_token_s=None))
+    scraped = told(recorder)
+    assert scraped.total("mlxd_queue_time_seconds_count") == 0
+    assert scraped.total("mlxd_time_to_first_token_seconds_count") == 0
+    assert scraped.get("mlxd_request_duration_seconds_count") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "first_bucket"),
+    [(0.0, "0.001"), (0.001, "0.001"), (0.0011, "0.0025"), (80.0, "80.0"), (80.1, "+Inf")],
+)
+def test_bucket_bounds_are_inclusive_and_counts_cumulative(
+    recorder: PrometheusRecorder, value: float, first_bucket: str
+) -> None:
+    recorder.step(replace(STEP, decode_rows=1, token_gaps_s=(value,)))
+    scraped = told(recorder)
+    name = "mlxd_inter_token_latency_seconds_bucket"
+    bounds = sorted(scraped.values_of("le", name), key=float)
+    counts = [scraped.get(name, le=bound) for bound in bounds]
+    assert counts == [float(float(bound) >= float(first_bucket)) for bound in bounds]
+
+
+@pytest.mark.parametrize(
+    "histogram",
+    ["mlxd_time_to_first_token_seconds", "mlxd_queue_time_seconds", "mlxd_request_duration_seconds"],
+)
+def test_waits_of_ten_minutes_and_of_a_millisecond_have_buckets(
+    recorder: PrometheusRecorder, histogram: str
+) -> None:
+    recorder.request(REQUEST)
+    bounds = [float(le) for le in told(recorder).values_of("le", f"{histogram}_bucket")]
+    assert min(bounds) == 0.001
+    assert 640 <= sorted(bounds)[-2] < float("inf")
+
+
+def test_the_engine_state_is_shown_as_the_latest_snapshot_says(recorder: PrometheusRecorder) -> None:
+    recorder.snapshot(EngineSnapshot(state="running", kv_used_bytes=1, prefilling=9))
+    recorder.snapshot(
+        EngineSnapshot(
+            state="draining",
+            steps=3,
+            now=100.0,
+            last_step_at=98.0,
+            prefilling=1,
+            prefill_tokens_left=40,
+            tenants={"acme": TenantGauges(waiting=2, running=1, kv_reserved_bytes=512, service=7.5)},
+            kv_used_bytes=256,
+            kv_reserved_bytes=512,
+            kv_capacity_bytes=4096,
+            pages={"sliding:512": (3, 10)},
+            graph_compiles=4,
+            graph_retraces=1,
+            graph_failures=2,
+            compiled_steps=20,
+            eager_steps=5,
+            memory_active_bytes=11,
+            memory_peak_bytes=12,
+            memory_cache_bytes=13,
+        )
+    )
+    scraped = Scraped(recorder.registry)
+    assert [
+        (name, labels, scraped.get(name, **labels))
+        for name, labels, value in EXPECTED_STATE
+        if scraped.get(name, **labels) != value
+    ] == []
+
+
+EXPECTED_STATE: list[tuple[str, dict[str, str], float]] = [
+    ("mlxd_engine_state", {"state": "draining"}, 1),
+    ("mlxd_engine_state", {"state": "running"}, 0),
+    ("mlxd_last_step_timestamp_seconds", {}, 4998.0),
+    ("mlxd_rows_prefilling", {}, 1),
+    ("mlxd_prefill_tokens_left", {}, 40),
+    ("mlxd_requests_waiting", {"tenant": "acme"}, 2),
+    ("mlxd_requests_running", {"tenant": "acme"}, 1),
+    ("mlxd_requests_running", {"tenant": "beta"}, 0),
+    ("mlxd_tenant_kv_reserved_bytes", {"tenant": "acme"}, 512),
+    ("mlxd_tenant_service_total", {"tenant": "acme"}, 7.5),
+    ("mlxd_kv_bytes", {"state": "used"}, 256),
+    ("mlxd_kv_bytes", {"state": "reserved"}, 512),
+    ("mlxd_kv_bytes", {"state": "capacity"}, 4096),
+    ("mlxd_kv_pages", {"group": "sliding:512", "state": "held"}, 3),
+    ("mlxd_kv_pages", {"group": "sliding:512", "state": "free"}, 7),
+    ("mlxd_graph_compiles_total", {}, 4),
+    ("mlxd_graph_retraces_total", {}, 1),
+    ("mlxd_graph_failures_total", {}, 2),
+    ("mlxd_decode_steps_total", {"mode": "compiled"}, 20),
+    ("mlxd_decode_steps_total", {"mode": "eager"}, 5),
+    ("mlxd_device_memory_bytes", {"kind": "active"}, 11),
+    ("mlxd_device_memory_bytes", {"kind": "peak"}, 12),
+    ("mlxd_device_memory_bytes", {"kind": "cache"}, 13),
+]
+
+
+def test_the_last_step_has_no_timestamp_before_the_first(recorder: PrometheusRecorder) -> None:
+    assert told(recorder).get("mlxd_last_step_timestamp_seconds") is None
+
+
+def test_counters_never_fall_when_the_engine_counts_from_zero_again(recorder: PrometheusRecorder) -> None:
+    tenants = {"acme": TenantGauges(service=9.0)}
+    recorder.snapshot(EngineSnapshot(graph_compiles=5, compiled_steps=7, tenants=tenants))
+    Scraped(recorder.registry)
+    recorder.snapshot(EngineSnapshot(state="failed"))
+    scraped = Scraped(recorder.registry)
+    assert scraped.get("mlxd_graph_compiles_total") == 5
+    assert scraped.get("mlxd_decode_steps_total", mode="compiled") == 7
+    assert scraped.get("mlxd_tenant_service_total", tenant="acme") == 9.0
+
+
+def test_rejections_messages_and_clients_count_without_a_snapshot(recorder: PrometheusRecorder) -> None:
+    recorder.rejected("beta", "queue_full")
+    recorder.message("in", "generate")
+    recorder.bad_message("not_msgpack")
+    recorder.clients(4, 2048)
+    scraped = Scraped(recorder.registry)
+    assert scraped.get("mlxd_requests_rejected_total", tenant="beta", reason="queue_full") == 1
+    assert scraped.get("mlxd_zmq_messages_total", direction="in", kind="generate") == 1
+    assert scraped.get("mlxd_zmq_bad_messages_total", reason="not_msgpack") == 1
+    assert scraped.get("mlxd_clients_connected") == 4
+    assert scraped.get("mlxd_client_buffer_bytes") == 2048
+
+
+def test_tenants_that_are_not_configured_share_one_label(recorder: PrometheusRecorder) -> None:
+    for name in ("mallory", "eve", "_other"):
+        recorder.accepted(name)
+        recorder.rejected(name, "quota")
+        recorder.request(replace(REQUEST, tenant=name))
+        recorder.step(replace(STEP, prefill_tokens={name: 1}, generated_tokens={name: 1}))
+    gauges = {name: TenantGauges(waiting=1, running=2, service=1.5) for name in ("mallory", "eve")}
+    recorder.snapshot(EngineSnapshot(tenants=gauges))
+    scraped = Scraped(recorder.registry)
+    names = {dict(labels).get("tenant") for _, labels in scraped.samples} - {None}
+    assert names == {"acme", "beta", "_other"}
+    assert scraped.get("mlxd_requests_accepted_total", tenant="_other") == 3
+    assert scraped.get("mlxd_requests_waiting", tenant="_other") == 2
+    assert scraped.get("mlxd_requests_running", tenant="_other") == 4
+    assert scraped.get("mlxd_tenant_service_total", tenant="_other") == 3.0
+
+
+def test_the_number_of_tenant_series_is_bounded() -> None:
+    recorder = PrometheusRecorder([f"t{i}" for i in range(MAX_TENANT_LABELS + 50)], version="1")
+    recorder.accepted(f"t{MAX_TENANT_LABELS - 1}")
+    recorder.accepted(f"t{MAX_TENANT_LABELS}")
+    scraped = told(recorder)
+    assert len(scraped.values_of("tenant", "mlxd_requests_accepted_total")) == MAX_TENANT_LABELS + 1
+    assert scraped.get("mlxd_requests_accepted_total", tenant=f"t{MAX_TENANT_LABELS - 1}") == 1
+    assert scraped.get("mlxd_requests_accepted_total", tenant="_other") == 1
+
+
+def test_no_tenants_drops_the_label() -> None:
+    recorder = PrometheusRecorder([], version="1")
+    recorder.request(REQUEST)
+    assert told(recorder).values_of("tenant", "mlxd_requests_total") == {"_other"}
+
+
+def test_the_number_of_kinds_and_reasons_is_bounded(recorder: PrometheusRecorder) -> None:
+    for i in range(3 * MAX_OPEN_LABELS):
+        recorder.message("in", f"kind{i}")
+        recorder.bad_message(f"reason{i}")
+        recorder.rejected("acme", f"reason{i}")
+    scraped = Scraped(recorder.registry)
+    for label, name in (
+        ("kind", "mlxd_zmq_messages_total"),
+        ("reason", "mlxd_zmq_bad_messages_total"),
+        ("reason", "mlxd_requests_rejected_total"),
+    ):
+        assert len(scraped.values_of(label, name)) == MAX_OPEN_LABELS + 1
+        assert scraped.total(name) == 3 * MAX_OPEN_LABELS
+
+
+def test_known_series_start_at_zero(recorder: PrometheusRecorder) -> None:
+    scraped = Scraped(recorder.registry)
+    assert scraped.values_of("outcome", "mlxd_requests_total") == set(OUTCOMES)
+    assert scraped.values_of("tenant", "mlxd_generation_tokens_total") == {"acme", "beta", "_other"}
+    assert scraped.total("mlxd_requests_total") == scraped.total("mlxd_steps_total") == 0
+
+
+def test_two_recorders_do_not_share_a_registry_by_accident(recorder: PrometheusRecorder) -> None:
+    other = PrometheusRecorder(["acme"], version="1")
+    recorder.rejected("acme", "quota")
+    assert Scraped(other.registry).total("mlxd_requests_rejected_total") == 0
+    with pytest.raises(ValueError, match="Duplicated"):
+        PrometheusRecorder(["acme"], recorder.registry, version="1")
+
+
+class SimulatedEngine:
+    """Takes in, starts and ends random requests; tells every step, and a snapshot after each."""
+
+    def __init__(self, recorder: PrometheusRecorder, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.recorder = recorder
+        self.waiting: list[str] = []
+        self.running: list[str] = []
+        self.num_accepted = 0
+        self.outcomes: Counter[str] = Counter()
+
+    def turn(self) -> None:
+        for _ in range(self.random.randrange(4)):
+            tenant = self.random.choice(["acme", "beta", "stranger"])
+            self.recorder.accepted(tenant)
+            self.num_accepted += 1
+            self.waiting.append(tenant)
+        while self.waiting and len(self.running) < 8:
+            self.running.append(self.waiting.pop(0))
+        for queue in (self.waiting, self.running):
+            for _ in range(self.random.randrange(min(3, len(queue) + 1))):
+                self.end(queue.pop(self.random.randrange(len(queue))))
+        self.recorder.step(replace(STEP, decode_rows=len(self.running), token_gaps_s=(0.01,)))
+        self.recorder.snapshot(self.snapshot())
+
+    def end(self, tenant: str) -> None:
+        outcome = self.random.choice(OUTCOMES)
+        self.outcomes[outcome] += 1
+        self.recorder.request(replace(REQUEST, tenant=tenant, outcome=outcome))
+
+    def snapshot(self) -> EngineSnapshot:
+        waiting, running = Counter(self.waiting), Counter(self.running)
+        return EngineSnapshot(
+            state="running",
+            waiting=len(self.waiting),
+            running=len(self.running),
+            tenants={t: TenantGauges(waiting[t], running[t]) for t in waiting | running},
+        )
+
+
+def balance(scraped: Scraped) -> tuple[float, float]:
+    accounted = ("mlxd_requests_total", "mlxd_requests_running", "mlxd_requests_waiting")
+    return scraped.total("mlxd_requests_accepted_total"), sum(map(scraped.total, accounted))
+
+
+def test_accepted_equals_ended_plus_open_at_every_concurrent_scrape(recorder: PrometheusRecorder) -> None:
+    engine, end = SimulatedEngine(recorder, seed=1), threading.Event()
+    scrapes: list[Scraped] = []
+
+    def drive() -> None:
+        while not end.is_set():
+            engine.turn()
+            time.sleep(0.0001)
+
+    def disturb() -> None:
+        while not end.is_set():
+            recorder.rejected("acme", "queue_full")
+            recorder.message("in", "ping")
+            time.sleep(0.0001)
+
+    def scrape() -> None:
+        for _ in range(40):
+            scrapes.append(Scraped(recorder.registry))
+
+    scrapers = [threading.Thread(target=scrape) for _ in range(3)]
+    others = [threading.Thread(target=drive), threading.Thread(target=disturb)]
+    for thread in (*others, *scrapers):
+        thread.start()
+    for thread in scrapers:
+        thread.join()
+    end.set()
+    for thread in others:
+        thread.join()
+    final = Scraped(recorder.registry)
+    assert [counts for counts in map(balance, scrapes) if counts[0] != counts[1]] == []
+    assert len({balance(scraped) for scraped in scrapes}) > 10, "the engine stood still"
+    assert final.total("mlxd_requests_accepted_total") == engine.num_accepted
+    assert final.by("outcome", "mlxd_requests_total") == engine.outcomes
+
+
+def test_between_snapshots_a_scrape_shows_the_earlier_moment(recorder: PrometheusRecorder) -> None:
+    told(recorder)
+    recorder.accepted("acme")
+    recorder.step(STEP)
+    between = Scraped(recorder.registry)
+    assert balance(between) == (0, 0)
+    assert between.total("mlxd_steps_total") == 0
+    recorder.snapshot(EngineSnapshot(tenants={"acme": TenantGauges(waiting=1)}))
+    assert balance(Scraped(recorder.registry)) == (1, 1)
+
+
+def test_recording_never_waits_for_a_scrape_and_loses_nothing(recorder: PrometheusRecorder) -> None:
+    with recorder._lock:
+        started = time.monotonic()
+        recorder.accepted("acme")
+        recorder.snapshot(EngineSnapshot(tenants={"acme": TenantGauges(running=1)}))
+        recorder.rejected("acme", "quota")
+        assert time.monotonic() - started < 1
+    scraped = Scraped(recorder.registry)
+    assert balance(scraped) == (1, 1)
+    assert scraped.get("mlxd_requests_rejected_total", tenant="acme", reason="quota") == 1
+
+
+def test_nothing_piles_up_where_nobody_scrapes(recorder: PrometheusRecorder) -> None:
+    engine = SimulatedEngine(recorder, seed=2)
+    for _ in range(100):
+        engine.turn()
+        recorder.bad_message("not_msgpack")
+    assert not recorder._told
+    assert not recorder._held_back
