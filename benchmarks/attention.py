@@ -9,6 +9,7 @@ eager, the best of `--repeats`.
 
 import argparse
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        return self.dim**-0.5
+        return 1 / math.sqrt(self.dim)
 
 
 def paged_step(name: str, page_size: int, rows: int, context: int, heads: Heads, dtype: mx.Dtype) -> Step:

@@ -1,7 +1,7 @@
 """Models for benchmarks: real ones, and Llama shapes with random weights."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -73,16 +73,14 @@ def _silent(stage: str, share: float) -> None:
 
 def _random_llama(name: str) -> nn.Module:
     mx.random.seed(0)
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            rms_norm_eps=1e-5,
-            rope_theta=5e5,
-            tie_word_embeddings=name != "8b",
-            max_position_embeddings=131072,
-            **SHAPES[name],
-        )
-    )
+    common = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "max_position_embeddings": 131072,
+    }
+    config = common | SHAPES[name] | {"tie_word_embeddings": name != "8b"}
+    model = llama.Model(llama.ModelArgs.from_dict(config))
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     model.set_dtype(mx.float32 if on_cpu else mx.bfloat16)
     mx.eval(model.parameters())
@@ -101,12 +99,13 @@ def make_runner(
 ) -> MlxRunner:
     """A runner with room for `max_rows` rows of `max_model_len`, tuned as the daemon tunes it at start."""
     layers = layers_of(bench.model)
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(bench.model.parameters()))
     specs = group_specs(layers, page_size)
     row_bytes = sum(spec.pages_for(max_model_len, chunk) * spec.page_bytes for spec in specs)
     memory = plan_memory(
         specs,
         budget_bytes=max_rows * row_bytes,
-        weights_bytes=sum(array.nbytes for _, array in tree_flatten(bench.model.parameters())),
+        weights_bytes=sum(array.nbytes for _, array in parameters),
         max_rows=max_rows,
         max_model_len=max_model_len,
         chunk=chunk,

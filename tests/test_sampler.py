@@ -21,6 +21,8 @@ def _logits(kind: str) -> np.ndarray:
             return normal * 8
         case "ties":
             return np.round(normal)
+        case "close":
+            return normal * np.float32(1e-6)
         case "uniform":
             return np.full_like(normal, -3)
         case "one_hot":
@@ -34,7 +36,7 @@ def _logits(kind: str) -> np.ndarray:
     raise ValueError(kind)
 
 
-KINDS = ("normal", "peaked", "ties", "uniform", "one_hot", "barred", "one_allowed", "huge")
+KINDS = ("normal", "peaked", "ties", "close", "uniform", "one_hot", "barred", "one_allowed", "huge")
 FILTERS = (
     (1.0, 0, 1.0, 0.0),
     (0.7, 0, 1.0, 0.0),
