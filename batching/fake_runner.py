@@ -8,7 +8,7 @@ from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan, S
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
 from mlxd.caches.page_pool import SCRATCH_PAGE
-from mlxd.caches.sizing import GroupSpec, MemoryPlan, plan_memory
+from mlxd.caches.sizing import GroupPlan, GroupSpec, MemoryPlan
 
 _MASK = 2**64 - 1
 _START = 0x243F6A8885A308D3
@@ -26,22 +26,27 @@ def fake_memory(
     page_size: int = 16,
     num_pages: int | None = None,
     window: int | None = None,
+    num_window_pages: int | None = None,
 ) -> MemoryPlan:
-    """A small memory plan of one full group, and one sliding group where `window` is given.
+    """A small memory plan of a full group, and of a sliding group where `window` is given.
 
-    num_pages: of the full group; None: what `max_rows` rows of full length need.
+    Args:
+        num_pages, num_window_pages: of the two groups; None: what `max_rows` rows of full length need.
     """
-    full = GroupSpec("full", (0,), None, page_size, 64)
-    specs = (full,) if window is None else (full, GroupSpec(f"sliding:{window}", (1,), window, page_size, 64))
-    rows = max_rows if num_pages is None else num_pages / full.pages_for(max_model_len, chunk)
-    row_bytes = sum(spec.pages_for(max_model_len, chunk) * spec.page_bytes for spec in specs)
-    return plan_memory(
-        specs,
-        budget_bytes=int(rows * row_bytes),
+    specs = [GroupSpec("full", (0,), None, page_size, bytes_per_token=64)]
+    if window is not None:
+        specs.append(GroupSpec(f"sliding:{window}", (1,), window, page_size, bytes_per_token=64))
+    groups = tuple(
+        GroupPlan(spec, max_rows * spec.pages_for(max_model_len, chunk) if count is None else count)
+        for spec, count in zip(specs, (num_pages, num_window_pages), strict=False)
+    )
+    return MemoryPlan(
         weights_bytes=0,
+        budget_bytes=sum(group.capacity_bytes for group in groups),
         max_rows=max_rows,
         max_model_len=max_model_len,
         chunk=chunk,
+        groups=groups,
     )
 
 

@@ -95,30 +95,33 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share `budget_bytes` out between the groups' pools.
 
-    Bounded (sliding) groups get what `max_rows` rows of full length need, or their proportional share of the
-    budget where that does not fit; full-attention groups get the rest, capped at the same need.
+    Bounded (sliding) groups come first, since a short row needs as much of them as a long one: they get what
+    `max_rows` rows need, where that is at most half the budget; else what half the budget gives, or their
+    part of the rows of full length that fit, if that is more. Full-attention groups share the rest. No group
+    gets more than `max_rows` rows of full length need.
 
     Raises:
-        ValueError: the budget does not hold one row of one token.
+        ValueError: the budget does not hold one page of each group.
     """
     need = {s.name: s.pages_for(max_model_len, chunk) for s in specs}
-    row_bytes = sum(need[s.name] * s.page_bytes for s in specs)
-    rows = min(float(max_rows), budget_bytes / row_bytes)
+    bounded = [s for s in specs if s.window is not None]
+    full = [s for s in specs if s.window is None]
+    bounded_bytes = sum(need[s.name] * s.page_bytes for s in bounded)
+    full_bytes = sum(need[s.name] * s.page_bytes for s in full)
     pages: dict[str, int] = {}
-    left = budget_bytes
-    for spec in sorted(specs, key=lambda s: (s.window is None, s.name)):
-        if spec.window is None:
-            share = (
-                need[spec.name]
-                * spec.page_bytes
-                / max(1, sum(need[s.name] * s.page_bytes for s in specs if s.window is None))
-            )
-            count = int(left * share) // spec.page_bytes
-        else:
-            count = int(rows * need[spec.name])
-            left -= count * spec.page_bytes
-        pages[spec.name] = min(count, max_rows * need[spec.name])
-    plan = MemoryPlan(
+    if bounded:
+        rows = max(budget_bytes / (bounded_bytes + full_bytes), budget_bytes / 2 / bounded_bytes)
+        rows = min(rows, max_rows)
+        pages = {s.name: max(1, int(rows * need[s.name])) for s in bounded}
+    left = budget_bytes - sum(pages[s.name] * s.page_bytes for s in bounded)
+    for spec in full:
+        pages[spec.name] = min(left * need[spec.name] // full_bytes, max_rows * need[spec.name])
+    if left < 0 or min(pages.values()) < 1:
+        smallest = sum(s.page_bytes for s in specs)
+        raise ValueError(
+            f"a KV budget of {budget_bytes} bytes holds no page of each group ({smallest} bytes)"
+        )
+    return MemoryPlan(
         weights_bytes=weights_bytes,
         budget_bytes=budget_bytes,
         max_rows=max_rows,
@@ -126,9 +129,3 @@ def plan_memory(
         chunk=chunk,
         groups=tuple(GroupPlan(s, pages[s.name]) for s in specs),
     )
-    smallest = sum(s.page_bytes for s in specs)
-    if any(group.num_pages < 1 for group in plan.groups):
-        raise ValueError(
-            f"a KV budget of {budget_bytes} bytes holds no page of each group ({smallest} bytes)"
-        )
-    return plan

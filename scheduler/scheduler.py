@@ -33,7 +33,7 @@ class Scheduler:
     ) -> None:
         policy = make_policy(config.scheduler)
         self.space = KvSpace(info.memory, config.scheduler.overcommit)
-        self.book = TenantBook(config.tenants, info.memory)
+        self.book = TenantBook(config.tenants, info.memory.kv_bytes * config.scheduler.overcommit)
         self.is_draining = False
         self._policy = policy
         self._admission = Admission(config.scheduler, self.space, policy)

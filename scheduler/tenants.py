@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mlxd.caches.sizing import MemoryPlan
 from mlxd.metrics.stats import TenantGauges
 from mlxd.scheduler.config import TenantConfig
 from mlxd.scheduler.request import Request
@@ -70,9 +69,10 @@ class TenantBook:
         touched: names of tenants whose live state changed; whoever publishes it empties it.
     """
 
-    def __init__(self, configs: Sequence[TenantConfig], memory: MemoryPlan) -> None:
+    def __init__(self, configs: Sequence[TenantConfig], reservable_bytes: float) -> None:
+        """`reservable_bytes`: what all rows may reserve together; shares are of it."""
         self._tenants = {
-            c.name: Tenant(c.name, c.weight, c.max_running, c.max_waiting, int(c.kv_share * memory.kv_bytes))
+            c.name: Tenant(c.name, c.weight, c.max_running, c.max_waiting, int(c.kv_share * reservable_bytes))
             for c in configs
         }
         self.queued: dict[str, Tenant] = {}

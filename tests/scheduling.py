@@ -1,0 +1,115 @@
+"""Builders that the scheduling tests share."""
+
+from collections.abc import Sequence
+
+from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.metrics.recorder import NullRecorder
+from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats
+from mlxd.scheduler.config import Config, SchedulerConfig, TenantConfig
+from mlxd.scheduler.events import Event, RequestKey, Submission
+from mlxd.scheduler.scheduler import Scheduler
+
+VOCAB = 1000
+NO_TOKEN = "0" * 64
+
+
+def make_config(*tenants: TenantConfig, **scheduler: object) -> Config:
+    settings: dict[str, object] = {"policy": "fair", "max_rows": 8} | scheduler
+    return Config(
+        version=1,
+        tenants=tenants or (make_tenant("acme"),),
+        scheduler=SchedulerConfig(**settings),  # type: ignore[arg-type]
+    )
+
+
+def make_tenant(name: str, **fields: object) -> TenantConfig:
+    return TenantConfig(name=name, token_sha256=NO_TOKEN, **fields)  # type: ignore[arg-type]
+
+
+def submission(
+    request_id: str,
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    tenant: str = "acme",
+    at: float = 0.0,
+    **sampling: object,
+) -> Submission:
+    params: dict[str, object] = {"max_tokens": 4, "seed": 7} | sampling
+    return Submission(RequestKey(tenant, request_id), tuple(prompt), SamplingParams(**params), at)  # type: ignore[arg-type]
+
+
+class Tape(NullRecorder):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.accepts: list[str] = []
+        self.rejects: list[tuple[str, str]] = []
+        self.requests: list[RequestStats] = []
+        self.steps: list[StepStats] = []
+        self.last = EngineSnapshot()
+
+    def accepted(self, tenant: str) -> None:
+        self.accepts.append(tenant)
+
+    def rejected(self, tenant: str, reason: str) -> None:
+        self.rejects.append((tenant, reason))
+
+    def request(self, stats: RequestStats) -> None:
+        self.requests.append(stats)
+
+    def step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+    def snapshot(self, snapshot: EngineSnapshot) -> None:
+        self.last = snapshot
+
+
+class World:
+    """A scheduler and a FakeRunner under a clock of one tick a turn, pipelined as the engine does it."""
+
+    def __init__(self, config: Config, runner: FakeRunner | None = None, *, seed: int = 0) -> None:
+        self.runner = runner or FakeRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB)
+        self.tape = Tape()
+        self.scheduler = Scheduler(config, self.runner.info, seed=seed, recorder=self.tape)
+        self.now = 0.0
+        self.events: list[Event] = []
+        self.plans: list[list[tuple[object, ...]]] = []
+        self._launched = []  # type: ignore[var-annotated]
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._launched and self.scheduler.num_open == 0
+
+    def submit(self, item: Submission) -> Event:
+        event = self.scheduler.submit(item)
+        self.events.append(event)
+        return event
+
+    def cancel(self, key: RequestKey, outcome: str = "cancelled") -> None:
+        self.events += self.scheduler.cancel(key, outcome, self.now)
+
+    def turn(self) -> None:
+        """Plan and launch a step, then read the one before it; with nothing to launch, the one in flight."""
+        self.now += 1.0
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            self._launched.append(self.runner.launch(plan))
+            decoded = [("decode", e.row.row_id, e.position) for e in plan.decode]
+            self.plans.append([*decoded, *(("chunk", c.row.row_id, c.start, c.end) for c in plan.prefill)])
+        if self._launched and (plan is None or len(self._launched) > 1):
+            step = self._launched.pop(0)
+            stats = self.scheduler.postprocess(step.plan, step.wait(), self.now, self.events)
+            self.tape.step(stats)
+        else:
+            assert plan is not None or self.is_idle, "requests are open and nothing moves"
+        self.scheduler.space.check_integrity()
+
+    def run(self, max_turns: int = 10_000) -> None:
+        """Until nothing is open."""
+        for _ in range(max_turns):
+            if self.is_idle:
+                self.scheduler.space.check_empty()
+                return
+            self.turn()
+        raise AssertionError(f"{self.scheduler.num_open} requests still open after {max_turns} turns")
