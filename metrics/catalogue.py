@@ -82,7 +82,7 @@ class EngineMetrics:
         self.waiting = Gauge("mlxd_requests_waiting", "Accepted requests without a row.", tenant)
         self.prefilling = Gauge("mlxd_rows_prefilling", "Rows whose prompt is not computed yet.")
         self.prefill_left = Gauge("mlxd_prefill_tokens_left", "Prompt positions those rows still need.")
-        self.service = Counter("mlxd_tenant_service_total", "Weighted tokens charged to a tenant.", tenant)
+        self.service = Counter("mlxd_tenant_service_total", "Weighted tokens over the tenant's weight.", tenant)
         self.tenant_kv = Gauge("mlxd_tenant_kv_reserved_bytes", "KV bytes reserved for a tenant.", tenant)
         self.kv = Gauge("mlxd_kv_bytes", "KV bytes; the states overlap, never add them.", ("state",))
         self.pages = Gauge("mlxd_kv_pages", "Pages of a layer group.", ("group", "state"))

@@ -101,7 +101,7 @@ class Tally:
 
     def snapshot(self, snapshot: EngineSnapshot, unix_s: float) -> None:
         """Keep it for `show`; `unix_s` is the time of day at `snapshot.now`."""
-        if snapshot.steps != self._snapshot.steps:
+        if snapshot.last_step_at != self._snapshot.last_step_at:
             self.catalogue.engine.last_step.set(unix_s - (snapshot.now - snapshot.last_step_at))
         self._snapshot = snapshot
 
