@@ -58,9 +58,14 @@ class StepInputs:
 
 @dataclass(slots=True)
 class _Graph:
-    """A bucket's closure. `traces`: how often its body was traced; above 1, something retraced it."""
+    """A bucket's closure.
 
-    function: StepFunction
+    Attributes:
+        function: None once it failed.
+        traces: how often its body was traced; above 1, something retraced it.
+    """
+
+    function: StepFunction | None
     traces: int = 0
 
 
@@ -81,7 +86,6 @@ class DecodeStep:
         self._caches = caches
         self._groups = groups
         self._graphs: dict[Bucket, _Graph] = {}
-        self._retired: set[Bucket] = set()
         self._tables: dict[str, tuple[mx.array, mx.array]] = {}
         self.enabled = True
         self.wanted: dict[Bucket, None] = {}
@@ -98,11 +102,11 @@ class DecodeStep:
 
     @property
     def failures(self) -> int:
-        return len(self._retired)
+        return sum(1 for graph in self._graphs.values() if graph.function is None)
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        return tuple(str(bucket) for bucket in self._graphs)
+        return tuple(str(bucket) for bucket, graph in self._graphs.items() if graph.function is not None)
 
     def run(
         self,
@@ -161,7 +165,7 @@ class DecodeStep:
         self, bucket: Bucket, body: StepFunction, arrays: Sequence[mx.array], may_trace: bool
     ) -> list[mx.array] | None:
         """None where the step must run eagerly."""
-        if not self.enabled or bucket in self._retired:
+        if not self.enabled:
             return None
         graph = self._graphs.get(bucket)
         if graph is None:
@@ -170,12 +174,13 @@ class DecodeStep:
                 return None
             graph = self._graphs[bucket] = _compiled(body)
             self.wanted.pop(bucket, None)
+        if graph.function is None:
+            return None
         try:
             return graph.function(*arrays)
         except (RuntimeError, TypeError, ValueError) as error:
             logger.warning("compiled step retired, running it eagerly bucket=%s error=%s", bucket, error)
-            self._retired.add(bucket)
-            del self._graphs[bucket]
+            graph.function = None
             return None
 
     def _body(

@@ -111,7 +111,7 @@ class ChunkLog:
 
 @dataclass(slots=True)
 class Siblings:
-    """What three rows saw, with or without a visitor: tokens, chunk ends, and by step their pages and bytes."""
+    """What three rows saw: tokens, chunk ends, and by step the pages they hold and the bytes in them."""
 
     tokens: list[list[int]] = field(default_factory=list)
     chunk_ends: list[list[int]] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Siblings:
 
 
 def live_with(rig: Rig, sampling: SamplingParams, *, visited: bool) -> Siblings:
-    """Two rows decode and a third prefills while a visitor joins, decodes, and leaves again; 18 steps in all."""
+    """Two rows decode and a third prefills while a visitor joins, decodes and leaves; 18 steps in all."""
     seen, log = Siblings(), ChunkLog(rig.runner)
     driver = Driver(log, rig.memory)
     rows = [driver.join(prompt_of(length, seed=1), sampling, seed=length) for length in (30, 7)]

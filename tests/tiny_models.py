@@ -43,7 +43,7 @@ _COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A module of mlx-lm and the configuration of a tiny model of it. `window`: of its sliding layers, if any."""
+    """A module of mlx-lm and what is special in its tiny model. `window`: of its sliding layers, if any."""
 
     module: str
     window: int | None = None
@@ -66,7 +66,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def edge_lengths(family: str) -> list[int]:
-    """Prompt lengths at the edges of pages and of the family's window (or of two pages, where it has none)."""
+    """Prompt lengths at the edges of pages and of the family's window (two pages, where it has none)."""
     window = FAMILIES[family].window or 2 * PAGE
     return sorted({1, PAGE - 1, PAGE, PAGE + 1, window - 1, window, window + 1, 3 * window})
 
@@ -134,7 +134,7 @@ def make_rig(
     budget_bytes: int = 2**22,
     page_size: int = PAGE,
 ) -> Rig:
-    """A runner of its own, with fresh pools; compiled graphs only where asked for, since each may call a compiler."""
+    """A runner with fresh pools; it compiles only where asked to, since each graph may call a compiler."""
     model = tiny_model(family)
     layers = inspect_layers(model)
     memory = plan_memory(
