@@ -106,7 +106,7 @@ async def wait_until_ready(client: AsyncClient, process: subprocess.Popen[bytes]
         if process.poll() is not None:
             raise SystemExit(f"demo: the daemon ended with code {process.returncode}")
         try:
-            if (await client.status()).state == "ready":
+            if (await client.status()).state != "starting":
                 return
         except (errors.ConnectionLostError, errors.ClientTimeoutError):
             pass
@@ -154,8 +154,8 @@ async def main() -> int:
     show = Show(console)
     with daemon() as process:
         async with (
-            AsyncClient(config.server.submit, token=TOKENS["acme"]) as acme,
-            AsyncClient(config.server.submit, token=TOKENS["beta"]) as beta,
+            AsyncClient(config.server.submit, token=TOKENS["acme"], retries=10) as acme,
+            AsyncClient(config.server.submit, token=TOKENS["beta"], retries=10) as beta,
         ):
             await wait_until_ready(acme, process)
             clients = {"acme": acme, "beta": beta}

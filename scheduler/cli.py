@@ -34,7 +34,7 @@ Token = Annotated[
 TenantKey = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Read the token from this file.", show_default=False)
 ]
-TimeoutS = Annotated[float, typer.Option("--timeout", help="Seconds to wait for a sign of life.")]
+TimeoutS = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait for a sign of life.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
 TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")]
@@ -111,7 +111,7 @@ def generate(
 ) -> None:
     """Complete each PROMPT; several run at once.
 
-    Example: mlxd generate --max-tokens 32 --temperature 0 "The capital of France is"
+    Example: mlxd generate --max-tokens 32 "The capital of France is"
     """
     access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s)
     sampling = _sampling(max_tokens, temperature, top_p, seed, stop)
@@ -163,7 +163,7 @@ def drain(
     tenant_key: TenantKey = None,
     timeout_s: TimeoutS = 5.0,
 ) -> None:
-    """Let open requests finish, take no new ones, then end the daemon; needs an operator's token.
+    """Finish what is open, then end the daemon; for operators.
 
     Example: mlxd drain --tenant-key ops.token
     """

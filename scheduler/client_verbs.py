@@ -5,14 +5,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.live import Live
 
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler.client import AsyncClient, Client, Completion
+from mlxd.scheduler.async_client import AsyncClient
+from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import MlxdError
+from mlxd.scheduler.results import Completion
 from mlxd.scheduler.tables import status_tables
 
 _REFRESH_S = 1.0
@@ -78,8 +81,8 @@ def drain(access: Access) -> None:
 
 
 async def _stream(access: Access, prompt: str, sampling: SamplingParams) -> None:
-    async with access.async_client() as client:
-        async for chunk in client.stream(prompt, sampling):
+    async with access.async_client() as client, aclosing(client.stream(prompt, sampling)) as chunks:
+        async for chunk in chunks:
             print(chunk.text, end="", flush=True)
     print()
 

@@ -1,0 +1,169 @@
+"""What the client verbs print, against a scripted daemon and a real one."""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from wire_daemon import daemon as wire_daemon
+from wire_daemon import token
+
+from mlxd.scheduler import cli
+from mlxd.scheduler.client_verbs import Access
+from mlxd.scheduler.errors import InvalidParamError, RejectedError, RequestFailedError
+from mlxd.scheduler.events import Usage
+from mlxd.scheduler.results import Completion
+from mlxd.scheduler.testing import FakeDaemon, Reply
+
+Capture = pytest.CaptureFixture[str]
+FULL = RejectedError("queue_full", "the queue is full", retryable=True, retry_after_ms=10)
+PARIS = Completion(" Paris.", (7042, 30), "length", Usage(5, 2))
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Reply]], FakeDaemon]:
+    """Makes every verb talk to a daemon that gives these replies."""
+
+    def script(replies: Sequence[Reply]) -> FakeDaemon:
+        fake = FakeDaemon(replies)
+        monkeypatch.setenv("MLXD_TOKEN", "t")
+        monkeypatch.setattr(Access, "client", lambda self: fake.client(timeout_s=self.timeout_s))
+        monkeypatch.setattr(Access, "async_client", lambda self: fake.async_client(timeout_s=self.timeout_s))
+        return fake
+
+    return script
+
+
+Script = Callable[[Sequence[Reply]], FakeDaemon]
+
+
+def test_one_prompt_is_printed_as_it_comes(daemon: Script, capsys: Capture) -> None:
+    fake = daemon(["Paris is the capital."])
+    assert cli.run(["generate", "The capital of France?"]) == 0
+    assert capsys.readouterr().out == "Paris is the capital.\n"
+    assert fake.requests[0].prompt == "The capital of France?"
+
+
+def test_options_reach_the_daemon(daemon: Script) -> None:
+    fake = daemon(["x"])
+    options = [
+        "--max-tokens",
+        "3",
+        "--temperature",
+        "0",
+        "--top-p",
+        "0.5",
+        "--seed",
+        "7",
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+    ]
+    assert cli.run(["generate", *options, "p"]) == 0
+    sampling = fake.requests[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (3, 0.0, 0.5)
+    assert (sampling.seed, sampling.stop) == (7, ("a", "b"))
+
+
+def test_a_dash_reads_standard_input(daemon: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = daemon(["x"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert cli.run(["generate", "-"]) == 0
+    assert fake.requests[0].prompt == "from a pipe"
+
+
+def test_several_prompts_are_printed_in_their_order(daemon: Script, capsys: Capture) -> None:
+    daemon(["one", "two"])
+    assert cli.run(["generate", "a", "b"]) == 0
+    assert capsys.readouterr().out == "[1] a\none\n\n[2] b\ntwo\n\n"
+
+
+def test_json_is_one_object_a_prompt(daemon: Script, capsys: Capture) -> None:
+    daemon([PARIS, "two words"])
+    assert cli.run(["generate", "--json", "a", "b"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {
+        "text": " Paris.",
+        "token_ids": [7042, 30],
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2},
+    }
+    assert second["text"] == "two words"
+
+
+def test_one_prompt_that_fails_leaves_the_others(daemon: Script, capsys: Capture) -> None:
+    daemon([FULL, "two"])
+    assert cli.run(["generate", "--json", "a", "b"]) == 1
+    captured = capsys.readouterr()
+    refused, answered = map(json.loads, captured.out.splitlines())
+    assert refused == {"error": {"code": "rejected", "message": "the queue is full"}}
+    assert answered["text"] == "two"
+    assert captured.err == "mlxd: prompt 1: the queue is full\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FULL, 1),
+        (RequestFailedError("numeric", "the logits are not finite"), 1),
+        (InvalidParamError("temperature", -1, "a number from 0 to 100"), 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_lone_prompt_that_fails_is_one_line(
+    error: Reply, code: int, daemon: Script, capsys: Capture
+) -> None:
+    daemon([error])
+    assert cli.run(["generate", "a"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"mlxd: {error}\n"
+
+
+def test_chat_remembers_what_was_said(
+    daemon: Script, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = daemon(["Rome.", "Madrid."])
+    monkeypatch.setattr("sys.stdin", io.StringIO("Italy?\nSpain?\n"))
+    assert cli.run(["chat", "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out == "Rome.\nMadrid.\n"
+    turns = [(turn.role, turn.content) for turn in fake.requests[1].messages]  # type: ignore[union-attr]
+    assert turns == [
+        ("system", "Be brief."),
+        ("user", "Italy?"),
+        ("assistant", "Rome."),
+        ("user", "Spain?"),
+    ]
+
+
+def test_an_empty_line_ends_the_chat(daemon: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = daemon([])
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nnever asked\n"))
+    assert cli.run(["chat"]) == 0
+    assert not fake.requests
+
+
+def test_status_and_drain_say_what_the_daemon_said(daemon: Script, capsys: Capture) -> None:
+    daemon([])
+    assert cli.run(["status"]) == cli.run(["drain"]) == 0
+    out = capsys.readouterr().out
+    assert "running" in out
+    assert out.endswith("draining: open requests finish, new ones are turned away\n")
+
+
+def test_the_verbs_reach_a_daemon_over_its_sockets(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wire_daemon(tmp_path) as running:
+        monkeypatch.setenv("MLXD_ENDPOINT", running.config.server.submit)
+        monkeypatch.setenv("MLXD_TOKEN", token("admin"))
+        assert cli.run(["generate", "--json", "--max-tokens", "5", "the dog", "the fox", "the end"]) == 0
+        answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [5, 5, 5]
+        assert cli.run(["status"]) == 0
+        assert "acme" in capsys.readouterr().out
+        assert cli.run(["drain"]) == 0
+        running.join()
+    assert running.exit_code == 0
