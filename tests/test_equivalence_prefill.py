@@ -1,0 +1,86 @@
+"""Prefill: whoever shares the forward, a row's keys and values are those it computes alone."""
+
+import pytest
+from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, make_rig, oracle, prompt_of, stored_bytes
+
+from mlxd.batching.mlx_runner import MlxStep
+from mlxd.batching.plan import PrefillChunk, StepPlan
+from mlxd.batching.prefill import cohorts
+from mlxd.batching.row import Row
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cohort_stores_what_its_rows_store_one_by_one(family: str) -> None:
+    """Lengths that share padded forwards, bit for bit; a prompt of one token has nothing to prefill."""
+    prompts = [prompt_of(length) for length in (1, 4, 5, 5, 6, 8, 9, 9)]
+    stored, tokens = [], []
+    for together in (True, False):
+        rig = make_rig(family)
+        driver = rig.driver()
+        rows = [driver.join(prompt, WATCHED) for prompt in prompts]
+        for group in [rows] if together else [[row] for row in rows]:
+            driver.prefill(group)
+        stored.append(
+            [stored_bytes(rig, row, len(row.prompt) - 1) if row.prompt[1:] else b"" for row in rows]
+        )
+        driver.decode()
+        tokens.append([row.output for row in rows])
+
+    assert stored[0] == stored[1]
+    assert tokens[0] == tokens[1]
+
+
+def chunk_of(length: int, start: int = 0) -> PrefillChunk:
+    row = Row(0, WATCHED, 0, (0,) * (start + length + 1), [], ())
+    return PrefillChunk(row, start, start + length, (0,) * length)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "padded", "expected"),
+    [
+        pytest.param([8, 8], True, [[8, 8]], id="equal lengths share"),
+        pytest.param([8, 4], True, [[8, 4]], id="up to twice the length is padded"),
+        pytest.param([8, 3], True, [[8], [3]], id="more is not"),
+        pytest.param([8, 8, 8], True, [[8, 8], [8]], id="no more padded tokens than a chunk"),
+        pytest.param([8, 8], False, [[8], [8]], id="a model that must see no padding"),
+    ],
+)
+def test_which_chunks_share_a_forward(lengths: list[int], padded: bool, expected: list[list[int]]) -> None:
+    formed = cohorts([chunk_of(length) for length in lengths], CHUNK, padded=padded)
+    assert [[chunk.num_tokens for chunk in cohort] for cohort in formed] == expected
+
+
+def test_a_chunk_with_history_goes_alone() -> None:
+    chunks = [chunk_of(8), chunk_of(8, start=16), chunk_of(8, start=16)]
+    assert sorted(len(cohort) for cohort in cohorts(chunks, 4 * CHUNK, padded=True)) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt_oss"])
+def test_a_long_prompt_holds_its_window_and_a_chunk(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five windows and more, chunk by chunk: the sliding group's pages stay bounded, the answer right."""
+    rig = make_rig(family, max_model_len=128)
+    window = FAMILIES[family].window
+    assert window is not None
+    prompt = prompt_of(5 * window + CHUNK + 3)
+    sliding = next(i for i, group in enumerate(rig.memory.groups) if group.spec.window == window)
+    held: list[int] = []
+
+    def note_pages(plan: StepPlan) -> MlxStep:
+        held.append(len(row.tables[sliding].pages))
+        return launch(plan)
+
+    launch = rig.runner.launch
+    monkeypatch.setattr(rig.runner, "launch", note_pages)
+    driver = rig.driver()
+    row = driver.join(prompt, WATCHED)
+    driver.prefill()
+    num_chunks = len(held)
+    for _ in range(12):
+        driver.decode()
+
+    window_pages = -(-window // PAGE) + 1
+    most = window_pages + CHUNK // PAGE
+    assert num_chunks == -(-(len(prompt) - 1) // CHUNK)
+    assert max(held) <= most == rig.memory.groups[sliding].spec.pages_for(len(prompt) + 12, CHUNK)
+    assert max(held[num_chunks + 1 :]) <= window_pages
+    assert tuple(row.output) == oracle(family, prompt, 12).tokens
