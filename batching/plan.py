@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mlxd.batching.row import Row
 
 
@@ -9,8 +11,8 @@ from mlxd.batching.row import Row
 class PrefillChunk:
     """Positions [start, end) of a row, none of which yields a token.
 
-    The last known position of a row is never in a chunk: its decode step computes it and yields the next token.
-    `end` is computed from the row's own tokens alone, so a sibling never moves it.
+    The last known position of a row is never in a chunk: its decode step computes it and yields the next
+    token. `end` is computed from the row's own tokens alone, so a sibling never moves it.
     """
 
     row: Row
@@ -23,12 +25,13 @@ class PrefillChunk:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeEntry:
+class DecodeEntry(msgspec.Struct, frozen=True):
     """One position of a row: feed its input token, write K and V at `position`, draw output token `output_index`.
 
-    `token` is the input token where the host knows it (first step after a prefill or a resume); None: the token that
-    this row's previous step drew, which is still on the device.
+    `token` is the input token where the host knows it (first step after a prefill or a resume); None: the
+    token that this row's previous step drew, which is still on the device.
+
+    A msgspec struct, as one is made for each row and step.
     """
 
     row: Row

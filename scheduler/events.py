@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
 
@@ -46,9 +48,11 @@ class Rejected:
     retry_after_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New tokens of one request; `logprobs` is empty or as long as `token_ids`."""
+class Tokens(msgspec.Struct, frozen=True):
+    """New tokens of one request; `logprobs` is empty or as long as `token_ids`.
+
+    A msgspec struct, as one is made for each row and step.
+    """
 
     key: RequestKey
     token_ids: tuple[int, ...]

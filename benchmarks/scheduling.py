@@ -1,0 +1,115 @@
+"""Host cost of scheduling: plan + postprocess per step, the runner excluded.
+
+    python benchmarks/scheduling.py [--rows 64] [--tenants 50] [--waiting 10000] [--steps 2000] [--out FILE]
+
+Prints one JSON line; `--out` appends it to a file. Rows end and queued requests enter all the time. The
+clock is this thread's CPU time, so that what else runs on the machine does not count.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from random import Random
+
+from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.config import Config, SchedulerConfig, TenantConfig
+from mlxd.scheduler.events import Event, RequestKey, Submission
+from mlxd.scheduler.scheduler import Scheduler
+
+
+def make_scheduler(rows: int, tenants: int, waiting: int, policy: str) -> tuple[Scheduler, FakeRunner]:
+    memory = fake_memory(max_rows=rows, max_model_len=2048, chunk=128, page_size=64, window=512)
+    runner = FakeRunner(memory, checks=False, prefill_s_per_token=1e-4)
+    configs = tuple(
+        TenantConfig(
+            name=f"t{i}", token_sha256="0" * 64, weight=1 + i % 4, max_running=rows, max_waiting=waiting
+        )
+        for i in range(tenants)
+    )
+    settings = SchedulerConfig(policy=policy, max_rows=rows, max_waiting=2 * waiting)  # type:
+    ignore[arg-type] return Scheduler(Config(version=1, tenants=configs, scheduler=settings), runner.info), runner
+
+
+class Arrivals:
+    """Keeps the queues at a length: what left is replaced."""
+
+    def __init__(self, scheduler: Scheduler, tenants: int, target: int) -> None:
+        self._scheduler = scheduler
+        self._tenants = tenants
+        self._target = target
+        self._random = Random(1)
+        self._count = 0
+
+    def top_up(self, now: float) -> None:
+        while self._scheduler.num_waiting < self._target:
+            self._count += 1
+            key = RequestKey(f"t{self._count % self._tenants}", str(self._count))
+            prompt = tuple(self._random.choices(range(1000), k=self._random.randrange(1, 400)))
+            sampling = SamplingParams(max_tokens=self._random.randrange(50, 300))
+            self._scheduler.submit(Submission(key, prompt, sampling, now))
+
+
+def measure(rows: int, tenants: int, waiting: int, steps: int, policy: str) -> dict[str, object]:
+    """Milliseconds of schedule + postprocess, one pipelined step at a time."""
+    scheduler, runner = make_scheduler(rows, tenants, waiting, policy)
+    arrivals = Arrivals(scheduler, tenants, waiting)
+    arrivals.top_up(0.0)
+    costs_ms: list[float] = []
+    sizes: list[int] = []
+    before = None
+    gc.collect()
+    gc.freeze()
+    for step in range(steps + rows):
+        now = 0.01 * step
+        begun = time.thread_time()
+        plan = scheduler.schedule(now)
+        cost = time.thread_time() - begun
+        assert plan is not None
+        pending = runner.launch(plan)
+        if before is not None:
+            result = before.wait()
+            events: list[Event] = []
+            begun = time.thread_time()
+            scheduler.postprocess(before.plan, result, now, events)
+            cost += time.thread_time() - begun
+        before = pending
+        if step >= rows:
+            costs_ms.append(1000 * cost)
+            sizes.append(len(plan.decode))
+        arrivals.top_up(now)
+    return {
+        "benchmark": "scheduling",
+        "policy": policy,
+        "rows": rows,
+        "tenants": tenants,
+        "waiting": waiting,
+        "steps": steps,
+        "mean_decode_rows": round(statistics.mean(sizes), 1),
+        "median_ms": round(statistics.median(costs_ms), 4),
+        "mean_ms": round(statistics.mean(costs_ms), 4),
+        "p99_ms": round(statistics.quantiles(costs_ms, n=100)[98], 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Host cost of scheduling, per step.")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tenants", type=int, default=50)
+    parser.add_argument("--waiting", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=2_000)
+    parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    line = json.dumps(measure(args.rows, args.tenants, args.waiting, args.steps, args.policy))
+    print(line)
+    if args.out is not None:
+        with args.out.open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

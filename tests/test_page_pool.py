@@ -1,0 +1,74 @@
+import pytest
+
+from mlxd.caches.page_pool import SCRATCH_PAGE, PagePool, PoolExhaustedError
+
+
+def test_every_page_is_handed_out_once_and_never_the_scratch_page() -> None:
+    pool = PagePool(5)
+    pages = pool.allocate(2) + pool.allocate(3)
+    assert sorted(pages) == [1, 2, 3, 4, 5]
+    assert SCRATCH_PAGE not in pages
+    assert (pool.num_free, pool.num_held) == (0, 5)
+
+
+def test_a_failed_allocation_takes_nothing() -> None:
+    pool = PagePool(3)
+    pool.allocate(2)
+    with pytest.raises(PoolExhaustedError, match="2 pages asked for, 1 of 3 free"):
+        pool.allocate(2)
+    assert pool.num_free == 1
+    pool.check_integrity()
+
+
+def test_a_shared_page_is_free_when_its_last_owner_gives_it_back() -> None:
+    pool = PagePool(1)
+    [page] = pool.allocate(1)
+    pool.retain(page)
+    pool.release([page])
+    assert pool.num_free == 0
+    pool.release([page])
+    assert pool.num_free == 1
+
+
+@pytest.mark.parametrize("act", [PagePool.retain, lambda pool, page: pool.release([page])])
+def test_a_free_page_can_be_neither_shared_nor_given_back(act) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(AssertionError):
+        act(PagePool(2), 1)
+
+
+def test_a_page_is_scrubbed_between_two_owners_and_reported_once() -> None:
+    pool = PagePool(2)
+    first = pool.allocate(2)
+    assert pool.take_scrub() == (), "pages nobody wrote are clean"
+    pool.release(first)
+    assert pool.take_scrub() == (), "leaving costs nothing"
+    pool.allocate(1)
+    assert set(pool.take_scrub()) == set(first)
+    pool.allocate(1)
+    assert pool.take_scrub() == ()
+
+
+def test_a_scrub_covers_a_whole_allocation_however_large() -> None:
+    pool = PagePool(300)
+    pool.release(pool.allocate(300))
+    pages = pool.allocate(250)
+    assert set(pages) <= set(pool.take_scrub())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda pool: pool._clean.append(pool._clean[0]),
+        lambda pool: pool._clean.pop(),
+        lambda pool: pool._references.__setitem__(pool._clean[0], 1),
+        lambda pool: pool._references.__setitem__(SCRATCH_PAGE, 1),
+    ],
+    ids=["free twice", "lost", "free and held", "scratch owned"],
+)
+def test_integrity_check_finds(damage) -> None:  # type: ignore[no-untyped-def]
+    pool = PagePool(4)
+    pool.allocate(1)
+    pool.check_integrity()
+    damage(pool)
+    with pytest.raises(AssertionError):
+        pool.check_integrity()
