@@ -82,7 +82,9 @@ class EngineMetrics:
         self.waiting = Gauge("mlxd_requests_waiting", "Accepted requests without a row.", tenant)
         self.prefilling = Gauge("mlxd_rows_prefilling", "Rows whose prompt is not computed yet.")
         self.prefill_left = Gauge("mlxd_prefill_tokens_left", "Prompt positions those rows still need.")
-        self.service = Counter("mlxd_tenant_service_total", "Weighted tokens over the tenant's weight.", tenant)
+        self.service = Counter(
+            "mlxd_tenant_service_total", "Weighted tokens over the tenant's weight.", tenant
+        )
         self.tenant_kv = Gauge("mlxd_tenant_kv_reserved_bytes", "KV bytes reserved for a tenant.", tenant)
         self.kv = Gauge("mlxd_kv_bytes", "KV bytes; the states overlap, never add them.", ("state",))
         self.pages = Gauge("mlxd_kv_pages", "Pages of a layer group.", ("group", "state"))
@@ -101,7 +103,14 @@ class WireMetrics:
         self.bad_messages = Counter("mlxd_zmq_bad_messages_total", "Frames refused.", ("reason",))
         self.clients = Gauge("mlxd_clients_connected", "Clients with an open session.")
         self.client_buffer = Gauge("mlxd_client_buffer_bytes", "Bytes waiting to be sent to clients.")
+
+
+class ProcessMetrics:
+    """Set once."""
+
+    def __init__(self) -> None:
         self.build = Gauge("mlxd_build_info", "1, with the version as a label.", ("version",))
+        self.start = Gauge("mlxd_start_timestamp_seconds", "Unix time of the daemon's start.")
 
 
 class Catalogue:
@@ -112,7 +121,8 @@ class Catalogue:
         self.steps = StepMetrics()
         self.engine = EngineMetrics()
         self.wire = WireMetrics()
+        self.process = ProcessMetrics()
 
     def __iter__(self) -> Iterator[Instrument]:
-        for section in (self.requests, self.steps, self.engine, self.wire):
+        for section in vars(self).values():
             yield from vars(section).values()

@@ -30,7 +30,7 @@ class PrometheusRecorder:
     Args:
         tenants: configured names, they alone become label values; empty puts every tenant under `_other`.
         registry: where to register; its own by default.
-        wall_clock: Unix time in seconds, for the last step's timestamp alone.
+        wall_clock: Unix time in seconds, for timestamps alone.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PrometheusRecorder:
         version: str,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._tally = Tally(tenants, version)
+        self._tally = Tally(tenants, version, wall_clock())
         self._wall_clock = wall_clock
         self._lock = Lock()
         self._told: deque[_Fact] = deque()

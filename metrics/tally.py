@@ -21,7 +21,7 @@ class Tally:
         tenants: names that become label values, the first `MAX_TENANT_LABELS` of them.
     """
 
-    def __init__(self, tenants: Sequence[str], version: str) -> None:
+    def __init__(self, tenants: Sequence[str], version: str, started_unix_s: float) -> None:
         self.catalogue = Catalogue()
         self._tenants = (*tenants[:MAX_TENANT_LABELS], OTHER)
         self._tenant = LabelGuard(self._tenants)
@@ -30,7 +30,8 @@ class Tally:
         self._kind = LabelGuard(limit=MAX_OPEN_LABELS)
         self._fault = LabelGuard(limit=MAX_OPEN_LABELS)
         self._snapshot = EngineSnapshot()
-        self.catalogue.wire.build.set(1, version)
+        self.catalogue.process.build.set(1, version)
+        self.catalogue.process.start.set(started_unix_s)
         self._start_at_zero()
 
     def _start_at_zero(self) -> None:
