@@ -3,7 +3,8 @@
 The dynamic linker takes the first global definition of a symbol, so one loaded before `import mlx` wins.
 Loaded is a shim of our own with the three functions MLX calls, bound to whichever OpenBLAS is there.
 
-`MLXD_BLAS=off` leaves MLX as it is, `MLXD_BLAS=/path/to/lib.so` names the library to use.
+`MLXD_BLAS=off` leaves MLX as it is, `MLXD_BLAS=/path/to/lib.so` names the library to use, and
+`OPENBLAS_NUM_THREADS` how many threads it may have (all cores but one, unless set).
 """
 
 import ctypes
@@ -70,6 +71,9 @@ def ensure_blas() -> BlasInfo:
         return BlasInfo("accelerate", None, fast=True)
     if _has_cuda_build():
         return BlasInfo("cuda", None, fast=True)
+    # Its threads spin for each other: one that lost its core to the daemon's other threads stalls a product for
+    # a hundred times its length (benchmarks/blas_threads.py). So one core is left to those.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     setting = os.environ.get("MLXD_BLAS", "")
     if setting == "off":
         return BlasInfo("reference", None, fast=False)

@@ -47,6 +47,8 @@ def load_runner(
             row at a time.
     """
     blas = ensure_blas()
+    if blas.warning:
+        logger.warning("%s", blas.warning)
     loaded = load_model(resolve(model_path, progress), progress, max_model_len)
     size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
     layers = layers_of(loaded.model)
