@@ -26,7 +26,7 @@ class PrefillChunk:
 
 
 class DecodeEntry(msgspec.Struct, frozen=True):
-    """One position of a row: feed its input token, write K and V at `position`, draw output token `output_index`.
+    """One position of a row: feed its input token, write K and V at `position`, draw token `output_index`.
 
     `token` is the input token where the host knows it (first step after a prefill or a resume); None: the
     token that this row's previous step drew, which is still on the device.

@@ -30,8 +30,9 @@ def make_scheduler(rows: int, tenants: int, waiting: int, policy: str) -> tuple[
         )
         for i in range(tenants)
     )
-    settings = SchedulerConfig(policy=policy, max_rows=rows, max_waiting=2 * waiting)  # type:
-    ignore[arg-type] return Scheduler(Config(version=1, tenants=configs, scheduler=settings), runner.info), runner
+    settings = SchedulerConfig(policy=policy, max_rows=rows, max_waiting=2 * waiting)  # type: ignore[arg-type]
+    config = Config(version=1, tenants=configs, scheduler=settings)
+    return Scheduler(config, runner.info), runner
 
 
 class Arrivals:

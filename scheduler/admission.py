@@ -60,11 +60,11 @@ class Admission:
         message = f"{who} {count} waiting requests; the limit is {limit}"
         return Rejected(request.key, "queue_full", message, retryable=True, retry_after_ms=retry_after_ms)
 
-    def left(self, now: float, num_running: int) -> None:
-        """A row left, `num_running` stay: the pace of leaving says when a refused client should come back."""
+    def row_left(self, now: float, num_open: int) -> None:
+        """A row left; the pace of leaving while there is work says when a refused client should come back."""
         if self._left_at is not None:
             self._leave_interval_s += _SMOOTHING * (now - self._left_at - self._leave_interval_s)
-        self._left_at = now if num_running else None
+        self._left_at = now if num_open else None
 
     def pick(self, queued: Iterable[Tenant], room: int, chunk: int) -> Request | None:
         """The request that enters next.

@@ -184,13 +184,15 @@ class Scheduler:
     def _finish(
         self, request: Request, outcome: str, now: float, error_code: str = "", error: str = ""
     ) -> Finished:
-        if request.row is not None:
+        had_row = request.row is not None
+        if had_row:
             self.batch.remove(request)
-            self._admission.left(now, len(self.batch))
         else:
             self.book.dequeue(request)
         request.transition(RequestState.FINISHED)
         del self._open[request.key]
+        if had_row:
+            self._admission.row_left(now, len(self._open))
         self._tally.left += 1
         self._recorder.request(_request_stats(request, outcome, now))
         return Finished(request.key, outcome, request.usage, error_code, error)

@@ -1,0 +1,127 @@
+import pytest
+from scheduling import World, make_config, make_tenant, submission
+
+from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.scheduler.policy import FairPolicy, FcfsPolicy, Policy, make_policy
+from mlxd.scheduler.tenants import Tenant
+
+
+def tenant(name: str = "acme", *, weight: float = 1.0, service: float = 0.0) -> Tenant:
+    return Tenant(name, weight, max_running=8, max_waiting=8, max_kv_bytes=1, service=service)
+
+
+@pytest.mark.parametrize("kind", [FairPolicy, FcfsPolicy])
+@pytest.mark.parametrize(
+    ("weight", "prompt", "output", "service"),
+    [(1, 10, 0, 10), (1, 0, 10, 20), (4, 100, 50, 50), (0.5, 1, 1, 6)],
+)
+def test_service_is_weighted_tokens_over_the_tenants_weight(
+    kind: type[FairPolicy] | type[FcfsPolicy], weight: float, prompt: int, output: int, service: float
+) -> None:
+    served = tenant(weight=weight)
+    kind(prompt_weight=1.0, output_weight=2.0).charge(served, prompt, output)
+    assert served.service == service
+
+
+def test_fair_ranks_the_least_served_first_and_ties_by_name() -> None:
+    policy = FairPolicy(1.0, 2.0)
+    tenants = [tenant("c", service=5), tenant("b", service=1), tenant("a", service=5)]
+    assert [t.name for t in sorted(tenants, key=policy.rank)] == ["b", "a", "c"]
+
+
+def test_fair_counts_prompt_tokens_that_rows_still_have_to_compute() -> None:
+    policy = FairPolicy(1.0, 2.0)
+    admitted, other = tenant("a", service=0, weight=2), tenant("b", service=40)
+    admitted.prefill_left = 100
+    assert policy.rank(other) < policy.rank(admitted)
+    assert admitted.service == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "lifted"),
+    [(0.0, [7.0, 30.0], 7.0), (9.0, [7.0], 9.0), (0.0, [], 25.0), (60.0, [], 60.0)],
+)
+def test_a_tenant_that_returns_is_lifted_to_the_least_served_that_queues_or_the_last_charged(
+    own: float, others: list[float], lifted: float
+) -> None:
+    policy = FairPolicy(1.0, 1.0)
+    policy.charge(tenant("gone"), 25, 0)
+    back = tenant("back", service=own)
+    policy.activate(back, [tenant(f"t{i}", service=s) for i, s in enumerate(others)])
+    assert back.service == lifted
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fair", FairPolicy), ("fcfs", FcfsPolicy)])
+def test_the_configuration_names_the_policy(name: str, kind: type[Policy]) -> None:
+    assert isinstance(make_policy(make_config(policy=name).scheduler), kind)
+
+
+def finish_order(world: World) -> list[str]:
+    return [stats.tenant for stats in world.tape.requests]
+
+
+def test_fcfs_serves_in_order_of_arrival_whatever_the_tenant() -> None:
+    world = World(make_config(make_tenant("a"), make_tenant("b"), policy="fcfs", max_rows=1))
+    for number, name in enumerate("aabab"):
+        world.submit(submission(str(number), tenant=name))
+    world.run()
+    assert finish_order(world) == list("aabab")
+
+
+def backlog(world: World, tenants: dict[str, int]) -> None:
+    for name, count in tenants.items():
+        for number in range(count):
+            world.submit(submission(str(number), (1,) * 9, tenant=name, max_tokens=8))
+
+
+def test_a_latecomer_is_served_next_though_another_queued_a_hundred() -> None:
+    config = make_config(make_tenant("greedy", max_waiting=200), make_tenant("late"), max_rows=1)
+    world = World(config)
+    backlog(world, {"greedy": 100})
+    for _ in range(25):
+        world.turn()
+    served_before = len(finish_order(world))
+    backlog(world, {"late": 1})
+    world.run()
+    assert served_before > 0
+    assert "late" in finish_order(world)[served_before : served_before + 2]
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1.0, 8.0)])
+def test_backlogged_tenants_are_served_by_weight_within_the_bound_of_the_paper(
+    weights: tuple[float, float],
+) -> None:
+    """The gap between two backlogged counters stays within 2 max(w_p * prompt, w_q * tokens in the batch)."""
+    config = make_config(
+        make_tenant("a", weight=weights[0], max_waiting=600),
+        make_tenant("b", weight=weights[1], max_waiting=600),
+        max_rows=4,
+    )
+    world = World(config, FakeRunner(fake_memory(max_rows=4, max_model_len=64), prefill_s_per_token=1e-4))
+    backlog(world, {"a": 500, "b": 500})
+    a, b = world.scheduler.book
+    bound = 2 * max(1.0 * 8, 2.0 * 4 * 8) / min(weights)
+    for _ in range(600):
+        world.turn()
+        assert a.queue
+        assert b.queue
+        assert abs(a.service - b.service) <= bound
+    work = {t.name: t.service * t.weight for t in (a, b)}
+    assert work["a"] / work["b"] == pytest.approx(weights[0] / weights[1], rel=0.1)
+
+
+def test_an_idle_tenant_leaves_its_share_to_others_and_earns_no_credit() -> None:
+    config = make_config(
+        make_tenant("busy", max_waiting=300), make_tenant("idle", max_waiting=300), max_rows=1
+    )
+    world = World(config)
+    backlog(world, {"busy": 200})
+    for _ in range(300):
+        world.turn()
+    before = len(finish_order(world))
+    backlog(world, {"idle": 40})
+    for _ in range(200):
+        world.turn()
+    served = finish_order(world)[before:]
+    assert before > 20
+    assert abs(served.count("idle") - served.count("busy")) <= 2
