@@ -71,8 +71,8 @@ def ensure_blas() -> BlasInfo:
         return BlasInfo("accelerate", None, fast=True)
     if _has_cuda_build():
         return BlasInfo("cuda", None, fast=True)
-    # Its threads spin for each other: one that lost its core to the daemon's other threads stalls a product for
-    # a hundred times its length (benchmarks/blas_threads.py). So one core is left to those.
+    # Its threads spin for each other: one that lost its core to other work stalls a product for up to
+    # a hundred times its length (benchmarks/blas_threads.py), so one core is left to them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     setting = os.environ.get("MLXD_BLAS", "")
     if setting == "off":
