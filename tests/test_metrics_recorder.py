@@ -391,7 +391,7 @@ def test_accepted_equals_ended_plus_open_at_every_concurrent_scrape(recorder: Pr
     scrapes: list[Scraped] = []
 
     def drive() -> None:
-        for _ in range(60):
+        while len(scrapes) < 100:
             engine.turn()
 
     def disturb() -> None:
@@ -411,7 +411,6 @@ def test_accepted_equals_ended_plus_open_at_every_concurrent_scrape(recorder: Pr
         thread.join()
     final = Scraped(recorder.registry)
     assert [counts for counts in map(balance, scrapes) if counts[0] != counts[1]] == []
-    assert len(scrapes) > 10
     assert final.total("mlxd_requests_accepted_total") == engine.num_accepted
     assert final.by("outcome", "mlxd_requests_total") == engine.outcomes
 
