@@ -2,15 +2,18 @@
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -21,14 +24,24 @@ from mlxd.scheduler import AsyncClient, Config, SamplingParams, errors
 CONFIG = Path(__file__).resolve().parent.parent / "deploy" / "demo.yaml"
 TOKENS = {"acme": "demo-acme-token", "beta": "demo-beta-token"}
 COLOURS = {"acme": "cyan", "beta": "magenta"}
-QUESTIONS = (
-    "Name three primary colours.",
-    "What is the capital of France?",
-    "Write one sentence about the sea.",
-    "Why do cats purr?",
-    "What is two plus three?",
-    "Give a synonym of happy.",
-)
+QUESTIONS = {
+    "acme": (
+        "Name three primary colours.",
+        "What is the capital of France?",
+        "Write one sentence about the sea.",
+        "Why do cats purr?",
+        "Who wrote Hamlet?",
+        "Give a synonym of happy.",
+    ),
+    "beta": (
+        "Name three large rivers.",
+        "What is the capital of Italy?",
+        "Write one sentence about the moon.",
+        "Why is the sky blue?",
+        "Who painted the Mona Lisa?",
+        "Give a synonym of fast.",
+    ),
+}
 METRICS = (
     "mlxd_requests_total",
     "mlxd_generation_tokens_total",
@@ -38,7 +51,7 @@ METRICS = (
     "mlxd_graph_compiles_total",
     "mlxd_time_to_first_token_seconds_sum",
 )
-MAX_TOKENS = 64
+MAX_TOKENS = 48
 READY_TIMEOUT_S = 280.0
 STOP_TIMEOUT_S = 40.0
 
@@ -83,10 +96,25 @@ class Show:
         return sum(stream.num_tokens for stream in self.streams if stream.tenant == tenant)
 
 
+def private_config(folder: Path) -> Config:
+    """deploy/demo.yaml with sockets and a port that nobody else has."""
+    config = Config.load(CONFIG)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = msgspec.structs.replace(
+        config.server,
+        submit=f"ipc://{folder}/submit",
+        control=f"ipc://{folder}/control",
+        metrics=f"127.0.0.1:{port}",
+    )
+    return msgspec.structs.replace(config, server=server)
+
+
 @contextmanager
-def daemon() -> Iterator[subprocess.Popen[bytes]]:
-    """`mlxd serve` with its progress on our terminal; ended in any case."""
-    command = [sys.executable, "-m", "mlxd.scheduler", "serve", str(CONFIG), "--log-level", "warning"]
+def daemon(config: Config, path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`mlxd serve` with its progress on our terminal; ended in any case. `path`: where its YAML goes."""
+    path.write_bytes(msgspec.json.encode(config))
+    command = [sys.executable, "-m", "mlxd.scheduler", "serve", str(path), "--log-level", "warning"]
     process = subprocess.Popen(command)
     try:
         yield process
@@ -116,7 +144,7 @@ async def wait_until_ready(client: AsyncClient, process: subprocess.Popen[bytes]
 
 async def ask(client: AsyncClient, stream: Stream, show: Show) -> None:
     messages = [{"role": "user", "content": stream.question}]
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, seed=7)
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
     async for chunk in client.stream(messages=messages, sampling=sampling):
         stream.add(chunk.text, len(chunk.token_ids), chunk.finish_reason)
     show.ended(stream)
@@ -125,7 +153,7 @@ async def ask(client: AsyncClient, stream: Stream, show: Show) -> None:
 async def ask_all(clients: dict[str, AsyncClient], show: Show) -> None:
     """Both tenants ask everything at once; says what each had when the first was served in full."""
     started = time.monotonic()
-    show.streams = [Stream(tenant, question) for tenant in clients for question in QUESTIONS]
+    show.streams = [Stream(tenant, question) for tenant in clients for question in QUESTIONS[tenant]]
     async with asyncio.TaskGroup() as group:
         tasks = {tenant: [] for tenant in clients}
         for stream in show.streams:
@@ -144,15 +172,16 @@ def print_metrics(address: str) -> None:
     print(f"\nfrom http://{address}/metrics:")
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as reply:
         for line in reply.read().decode().splitlines():
-            if line.startswith(METRICS):
+            if line.startswith(METRICS) and not line.endswith(" 0.0"):
                 print(f"  {line}")
 
 
 async def main() -> int:
-    config = Config.load(CONFIG)
     console = Console()
     show = Show(console)
-    with daemon() as process:
+    with tempfile.TemporaryDirectory(prefix="mlxd-demo-") as folder, ExitStack() as stack:
+        config = private_config(Path(folder))
+        process = stack.enter_context(daemon(config, Path(folder) / "demo.yaml"))
         async with (
             AsyncClient(config.server.submit, token=TOKENS["acme"], retries=10) as acme,
             AsyncClient(config.server.submit, token=TOKENS["beta"], retries=10) as beta,
