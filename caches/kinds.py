@@ -67,7 +67,7 @@ def _kind_of(index: int, cache: object) -> Kind:
                 raise UnsupportedCacheError(f"layer {index} keeps {keep} attention sinks in a {name}")
             return kind
     known = ", ".join(kind.native.__name__ for kind in KINDS)
-    raise UnsupportedCacheError(f"layer {index} needs a {name}; supported are {known}")
+    raise UnsupportedCacheError(f"layer {index} needs {name}; supported are {known}")
 
 
 class _ShapeProbe:

@@ -64,6 +64,10 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family("gpt_oss", 6, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
+WIDE = "wide"
+"""A llama whose keys and values outweigh everything else, 16 KiB a token; for tests of memory."""
+_MODELS = {**FAMILIES, WIDE: Family("llama", config={"num_hidden_layers": 8, "head_dim": 128})}
+
 
 def edge_lengths(family: str) -> list[int]:
     """Prompt lengths at the edges of pages and of the family's window (two pages, where it has none)."""
@@ -79,7 +83,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 @cache
 def tiny_model(family: str) -> nn.Module:
     """The family's model with random weights, biases, norms and sinks, wide enough to have no near ties."""
-    entry = FAMILIES[family]
+    entry = _MODELS[family]
     module = importlib.import_module(f"mlx_lm.models.{entry.module}")
     config = {**_COMMON, "model_type": entry.module, "sliding_window": entry.window, **entry.config}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
