@@ -186,7 +186,8 @@ async def main() -> int:
             AsyncClient(config.server.submit, token=TOKENS["acme"], retries=10) as acme,
             AsyncClient(config.server.submit, token=TOKENS["beta"], retries=10) as beta,
         ):
-            await wait_until_ready(acme, process)
+            for client in (acme, beta):
+                await wait_until_ready(client, process)
             clients = {"acme": acme, "beta": beta}
             if console.is_terminal:
                 with Live(show, console=console, refresh_per_second=10):
