@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
@@ -175,8 +175,7 @@ def answers(port: int) -> bool:
         return False
 
 
-def wait_for(condition: object, timeout_s: float = 5.0) -> None:
-    assert callable(condition)
+def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

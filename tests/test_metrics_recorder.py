@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from prometheus_client.registry import CollectorRegistry
+from scraping import Scraped, balance
 
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats, TenantGauges
@@ -37,34 +37,6 @@ REQUEST = RequestStats(
     first_token_s=0.03,
     duration_s=0.2,
 )
-
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-class Scraped:
-    """One scrape, asked by name and labels."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.samples: Samples = {
-            (s.name, tuple(sorted(s.labels.items()))): s.value for m in registry.collect() for s in m.samples
-        }
-
-    def get(self, name: str, **labels: str) -> float | None:
-        return self.samples.get((name, tuple(sorted(labels.items()))))
-
-    def total(self, name: str) -> float:
-        return sum(value for (sample, _), value in self.samples.items() if sample == name)
-
-    def by(self, label: str, name: str) -> Counter[str]:
-        """The sums over all other labels."""
-        sums: Counter[str] = Counter()
-        for (sample, labels), value in self.samples.items():
-            if sample == name:
-                sums[dict(labels)[label]] += int(value)
-        return sums
-
-    def values_of(self, label: str, name: str) -> set[str]:
-        return {dict(labels)[label] for sample, labels in self.samples if sample == name}
 
 
 @pytest.fixture
@@ -381,17 +353,12 @@ class SimulatedEngine:
         )
 
 
-def balance(scraped: Scraped) -> tuple[float, float]:
-    accounted = ("mlxd_requests_total", "mlxd_requests_running", "mlxd_requests_waiting")
-    return scraped.total("mlxd_requests_accepted_total"), sum(map(scraped.total, accounted))
-
-
 def test_accepted_equals_ended_plus_open_at_every_concurrent_scrape(recorder: PrometheusRecorder) -> None:
     engine = SimulatedEngine(recorder, seed=1)
     scrapes: list[Scraped] = []
 
     def drive() -> None:
-        while len(scrapes) < 100:
+        while len(scrapes) < 400:
             engine.turn()
 
     def disturb() -> None:

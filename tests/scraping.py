@@ -1,0 +1,38 @@
+"""Reading scrapes, for the tests of metrics."""
+
+from collections import Counter
+
+from prometheus_client.registry import CollectorRegistry
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Scraped:
+    """One scrape, asked by name and labels."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.samples: Samples = {
+            (s.name, tuple(sorted(s.labels.items()))): s.value for m in registry.collect() for s in m.samples
+        }
+
+    def get(self, name: str, **labels: str) -> float | None:
+        return self.samples.get((name, tuple(sorted(labels.items()))))
+
+    def total(self, name: str) -> float:
+        return sum(value for (sample, _), value in self.samples.items() if sample == name)
+
+    def by(self, label: str, name: str) -> Counter[str]:
+        """The sums over all other labels."""
+        sums: Counter[str] = Counter()
+        for (sample, labels), value in self.samples.items():
+            if sample == name:
+                sums[dict(labels)[label]] += int(value)
+        return sums
+
+    def values_of(self, label: str, name: str) -> set[str]:
+        return {dict(labels)[label] for sample, labels in self.samples if sample == name}
+
+
+def balance(scraped: Scraped) -> tuple[float, float]:
+    accounted = ("mlxd_requests_total", "mlxd_requests_running", "mlxd_requests_waiting")
+    return scraped.total("mlxd_requests_accepted_total"), sum(map(scraped.total, accounted))
