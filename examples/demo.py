@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,9 +150,8 @@ async def ask(client: AsyncClient, stream: Stream, show: Show) -> None:
     show.ended(stream)
 
 
-async def ask_all(clients: dict[str, AsyncClient], show: Show) -> None:
-    """Both tenants ask everything at once; says what each had when the first was served in full."""
-    started = time.monotonic()
+async def ask_all(clients: dict[str, AsyncClient], show: Show) -> dict[str, int]:
+    """Both tenants ask everything at once. Returns the tokens each had when the first was served in full."""
     show.streams = [Stream(tenant, question) for tenant in clients for question in QUESTIONS[tenant]]
     async with asyncio.TaskGroup() as group:
         tasks = {tenant: [] for tenant in clients}
@@ -160,10 +159,18 @@ async def ask_all(clients: dict[str, AsyncClient], show: Show) -> None:
             tasks[stream.tenant].append(group.create_task(ask(clients[stream.tenant], stream, show)))
         whole = [asyncio.ensure_future(asyncio.wait(mine)) for mine in tasks.values()]
         await asyncio.wait(whole, return_when=asyncio.FIRST_COMPLETED)
-        shares = {tenant: show.num_tokens(tenant) for tenant in clients}
+        return {tenant: show.num_tokens(tenant) for tenant in clients}
+
+
+async def watch_all(clients: dict[str, AsyncClient], show: Show) -> None:
+    started = time.monotonic()
+    with (
+        Live(show, console=show.console, refresh_per_second=10) if show.console.is_terminal else nullcontext()
+    ):
+        shares = await ask_all(clients, show)
     took = time.monotonic() - started
     total = sum(show.num_tokens(tenant) for tenant in clients)
-    print(f"\n{total} tokens in {took:.1f} s, {total / took:.0f} a second.")
+    print(f"\n{total} tokens in {took:.1f} s, {total / took:.0f} a second")
     for tenant, share in shares.items():
         print(f"{tenant}: {share} tokens when the first tenant was done, {show.num_tokens(tenant)} in all")
 
@@ -177,8 +184,6 @@ def print_metrics(address: str) -> None:
 
 
 async def main() -> int:
-    console = Console()
-    show = Show(console)
     with tempfile.TemporaryDirectory(prefix="mlxd-demo-") as folder, ExitStack() as stack:
         config = private_config(Path(folder))
         process = stack.enter_context(daemon(config, Path(folder) / "demo.yaml"))
@@ -188,12 +193,7 @@ async def main() -> int:
         ):
             for client in (acme, beta):
                 await wait_until_ready(client, process)
-            clients = {"acme": acme, "beta": beta}
-            if console.is_terminal:
-                with Live(show, console=console, refresh_per_second=10):
-                    await ask_all(clients, show)
-            else:
-                await ask_all(clients, show)
+            await watch_all({"acme": acme, "beta": beta}, Show(Console()))
             await asyncio.to_thread(print_metrics, config.server.metrics)
             await acme.drain()
         code = await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
