@@ -191,6 +191,13 @@ class Desk:
         self._num_open[request.key.tenant] -= 1
         request.session.requests.discard(request.key)
 
+    def give_up(self) -> None:
+        """End every open request for an engine that does not answer any more."""
+        for request in tuple(self._open.values()):
+            self._close(request)
+            text = "the engine does not answer"
+            self._reply(request, wire.Error(id=request.key.request_id, code="engine_failed", message=text))
+
     def keep_alive(self, session: Session, quiet_since: float) -> None:
         """Show that requests which got nothing since then are still known."""
         for key in tuple(session.requests):

@@ -167,7 +167,9 @@ class Door:
         self._on_gone(session)
 
     def close(self) -> None:
-        """What the sockets already took still goes out for LINGER_MS."""
+        """What the socket took already still goes out for LINGER_MS."""
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
         self._socket.close(linger=LINGER_MS)
 
 

@@ -5,6 +5,8 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import TypeVar
 
 import zmq.asyncio
 from msgspec import UNSET
@@ -16,7 +18,7 @@ from mlxd.scheduler.credentials import Credentials
 from mlxd.scheduler.desk import Desk
 from mlxd.scheduler.door import LINGER_MS, Door
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.errors import ConfigError, ProtocolError, UnauthenticatedError
+from mlxd.scheduler.errors import ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
 from mlxd.scheduler.reports import limits, status_reply
@@ -28,6 +30,9 @@ FRAMES_A_TURN = 16
 LARGE_FRAME_BYTES = 2**16
 MAX_PINGS = 8
 LOG_INTERVAL_S = 10.0
+
+T = TypeVar("T")
+
 _NOT_MESSAGES = {"malformed_frames", "decode", "too_large", "unsupported"}
 
 
@@ -54,12 +59,12 @@ class Frontend:
         self._bad_frames: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
             self._submit = self._open_door(config.server.submit)
+            undo.callback(self._submit.close)
             self._control = self._open_door(config.server.control)
-        except ConfigError:
-            self._context.destroy(linger=0)
-            raise
+            undo.pop_all()
         self.desk = Desk(engine, recorder, self._submit.send)
 
     def _open_door(self, address: str) -> Door:
@@ -74,7 +79,12 @@ class Frontend:
 
     def post(self, events: Sequence[Event]) -> None:
         """Take the engine's events; from any thread."""
-        self._loop.call_soon_threadsafe(self.desk.deliver, events)
+        self._on_loop(self.desk.deliver, events)
+
+    def _on_loop(self, call: Callable[[T], None], argument: T) -> None:
+        # The loop is closed when an engine that hung comes back after the daemon gave it up.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, argument)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -233,14 +243,11 @@ class Frontend:
             raise ProtocolError("busy", f"{MAX_PINGS} pings are unanswered", request_id=reply_id)
         session.pings += 1
 
-        def answer() -> None:
-            self._loop.call_soon_threadsafe(self._pong, door, session, reply_id)
+        def pong(to: Session) -> None:
+            to.pings -= 1
+            door.send(to, wire.Pong(id=reply_id, state=self._state))
 
-        self._engine.ping(answer)
-
-    def _pong(self, door: Door, session: Session, reply_id: str) -> None:
-        session.pings -= 1
-        door.send(session, wire.Pong(id=reply_id, state=self._state))
+        self._engine.ping(lambda: self._on_loop(pong, session))
 
     async def _beat(self) -> None:
         """Show every client once a heartbeat that we live; sending is also how vanished ones are noticed."""

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 STOP_TIMEOUT_S = 10.0
+FORCED_STOP_TIMEOUT_S = 1.0
 
 
 class Server:
@@ -57,12 +58,13 @@ class Server:
     def request_drain(self) -> None:
         """Stop admitting and exit when the open requests are done; asked again, end them now."""
         self._drain_requests += 1
+        self._engine.drain()
 
     async def serve(self, *, handle_signals: bool = True) -> int:
         """Run until drained; SIGTERM and SIGINT drain.
 
         Returns:
-            The exit code: 0 after a drain, 1 where the engine failed.
+            The exit code: 0 after a drain, 1 where the engine failed or hangs.
         Raises:
             ConfigError: the configuration, an address or a port cannot be used; nothing was started.
             ModelError, EngineFailedError: the model cannot be loaded.
@@ -79,13 +81,10 @@ class Server:
             serving = asyncio.create_task(frontend.run())
             try:
                 self._engine.start(frontend.post, self._on_progress)
-                return await self._live(frontend, serving)
+                exit_code = await self._live(frontend, serving)
             finally:
-                # The engine's last events are posted before its thread ends, so they are delivered by then.
-                await asyncio.to_thread(self._engine.stop, 0.0 if self._forced else STOP_TIMEOUT_S)
-                serving.cancel()
-                await asyncio.wait([serving])
-                await frontend.close()
+                stopped = await self._stop(frontend, serving)
+        return exit_code if stopped else 1
 
     async def _live(self, frontend: Frontend, serving: asyncio.Task[None]) -> int:
         await self._until(lambda: self._engine.snapshot.state != "starting", serving)
@@ -97,12 +96,24 @@ class Server:
             frontend.desk.served = Served(info, tokenizer)
             logger.info("ready model=%s submit=%s", info.model, self._config.server.submit)
             await self._until(lambda: self._failed, serving)
-        self._engine.drain()
         logger.info(
             "draining open=%d timeout_s=%s", frontend.desk.num_open, self._config.server.drain_timeout_s
         )
         await self._until_idle(frontend)
         return 1 if self._failed else 0
+
+    async def _stop(self, frontend: Frontend, serving: asyncio.Task[None]) -> bool:
+        """End what is open, the engine and the sockets. False: the engine hangs and was left behind."""
+        timeout_s = FORCED_STOP_TIMEOUT_S if self._forced else STOP_TIMEOUT_S
+        # The engine's last events are posted before its thread ends, so they are delivered by then.
+        stopped = await asyncio.to_thread(self._engine.stop, timeout_s)
+        if not stopped:
+            logger.error("engine did not stop within %s s", timeout_s)
+            frontend.desk.give_up()
+        serving.cancel()
+        await asyncio.wait([serving])
+        await frontend.close()
+        return stopped
 
     async def _until(self, condition: Callable[[], bool], serving: asyncio.Task[None]) -> None:
         """Returns early when a drain is asked; raises what ended the frontend."""

@@ -114,8 +114,12 @@ class ZmqTransport:
 
     async def _watch(self, socket: zmq.asyncio.Socket) -> None:
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        await recv_monitor_message(monitor)
-        self._arrivals.put_nowait(ConnectionLostError("the daemon closed the connection"))
+        try:
+            await recv_monitor_message(monitor)
+            self._arrivals.put_nowait(ConnectionLostError("the daemon closed the connection"))
+        finally:
+            socket.disable_monitor()
+            monitor.close()
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -1,0 +1,425 @@
+"""The daemon end to end over real sockets: streams, drains, failures."""
+
+import asyncio
+import random
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wire_daemon import TENANTS, TERMINAL, Daemon, config, daemon, runner, token, tokenizer, wait_until
+
+from mlxd.batching.fake_runner import fake_completion
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.async_client import AsyncClient
+from mlxd.scheduler.client import Client
+from mlxd.scheduler.errors import (
+    ClientTimeoutError,
+    ConfigError,
+    ConnectionLostError,
+    EngineFailedError,
+    MlxdError,
+    ModelError,
+    ProtocolError,
+    RejectedError,
+    RequestFailedError,
+    UnauthenticatedError,
+)
+from mlxd.scheduler.server import Server
+
+TOKENIZER = tokenizer()
+
+
+def expected_ids(prompt: str, seed: int, count: int) -> list[int]:
+    return fake_completion(TOKENIZER.encode(prompt), seed, count, TOKENIZER.vocab_size)
+
+
+def test_streamed_and_whole_answers_are_the_engines_tokens_as_text(tmp_path: Path) -> None:
+    sampling = SamplingParams(max_tokens=60, seed=3)
+    expected = expected_ids("hello", 3, 60)
+    with daemon(tmp_path) as served, served.client() as client:
+        whole = client.generate("hello", sampling)
+        chunks = list(client.stream("hello", sampling))
+        from_ids = client.generate(token_ids=TOKENIZER.encode("hello"), sampling=sampling)
+    assert list(whole.token_ids) == expected
+    assert whole.text == TOKENIZER.decode(expected)
+    assert (whole.finish_reason, whole.usage.completion_tokens) == ("length", 60)
+    assert whole.usage.prompt_tokens == len(TOKENIZER.encode("hello"))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == expected
+    assert (chunks[-1].finish_reason, chunks[-1].usage) == ("length", whole.usage)
+    assert from_ids == whole
+
+
+def test_log_probabilities_come_with_their_tokens(tmp_path: Path) -> None:
+    sampling = SamplingParams(max_tokens=4, top_logprobs=2)
+    with daemon(tmp_path) as served, served.client() as client:
+        whole = client.generate("hello", sampling)
+        chunks = list(client.stream("hello", sampling))
+    assert [len(entry.top) for entry in whole.logprobs] == [2] * 4
+    assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_text_and_engine_with_one_terminal(tmp_path: Path, stream: bool) -> None:
+    expected = expected_ids("hello", 3, 60)
+    text = TOKENIZER.decode(expected)
+    stop = next(
+        text[i : i + 3]
+        for i in range(20, 60)
+        if text.index(text[i : i + 3]) == i and text[i : i + 3].isascii()
+    )
+    sampling = {"max_tokens": 3000, "seed": 3, "stop": [stop]}
+    with daemon(tmp_path, runner=runner(0.001)) as served, served.submit() as peer:
+        peer.send("generate", id="a", prompt="hello", stream=stream, sampling=sampling)
+        messages = peer.until_terminal("a")
+        wait_until(lambda: served.metric("mlxd_requests_total", tenant="acme", outcome="stop") == 1)
+        assert peer.ask("ping", id="p")["type"] == "pong"
+    done = messages[-1]
+    ids = [token for m in messages for token in m.get("token_ids", ())]
+    assert (done["type"], done["finish_reason"]) == ("done", "stop")
+    assert "".join(m.get("text", "") for m in messages) == text[: text.index(stop)]
+    assert done["usage"]["completion_tokens"] == len(ids)
+    assert ids == expected[: len(ids)]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_token_that_ends_it_is_in_the_ids_and_not_in_the_text(tmp_path: Path, ignore_eos: bool) -> None:
+    expected = expected_ids("hello", 3, 40)
+    ending = expected[20]
+    first = expected.index(ending) + 1
+    with (
+        daemon(tmp_path, runner=runner(eos_token_ids=frozenset({ending}))) as served,
+        served.client() as client,
+    ):
+        sampling = SamplingParams(max_tokens=40, seed=3, ignore_eos=ignore_eos)
+        answer = client.generate("hello", sampling)
+        stopped = client.generate(
+            "hello", SamplingParams(max_tokens=40, seed=3, ignore_eos=True, stop_token_ids=(ending,))
+        )
+    assert list(stopped.token_ids) == expected[:first]
+    assert stopped.text == TOKENIZER.decode(expected[: first - 1])
+    assert stopped.finish_reason == "stop"
+    assert list(answer.token_ids) == (expected if ignore_eos else expected[:first])
+    assert answer.finish_reason == ("length" if ignore_eos else "stop")
+
+
+def test_every_accepted_request_gets_exactly_one_terminal(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    with (
+        daemon(tmp_path, runner=runner(0.001)) as served,
+        served.submit() as peer,
+        served.control() as control,
+    ):
+        for number in range(60):
+            sampling: dict[str, Any] = {"max_tokens": rng.randint(1, 40), "stop": rng.sample("aeiou", 2)}
+            stream = rng.random() < 0.7
+            peer.send("generate", id=f"r{number}", prompt="hi", stream=stream, sampling=sampling)
+            if rng.random() < 0.4:
+                control.send("cancel", id=f"r{rng.randint(0, number)}")
+        messages = [peer.receive()]
+        while sum(m["type"] in TERMINAL for m in messages) < 60:
+            messages.append(peer.receive())
+        assert peer.ask("ping", id="p")["type"] == "pong"
+        wait_until(lambda: served.engine.snapshot.running == 0)
+    assert len({m["id"] for m in messages if m["type"] in TERMINAL}) == 60
+    by_id: dict[str, list[dict[str, Any]]] = {}
+    for message in messages:
+        by_id.setdefault(message["id"], []).append(message)
+    for own in by_id.values():
+        assert own[0]["type"] == "accepted"
+        assert [m["seq"] for m in own if m["type"] == "chunk"] == list(range(len(own) - 2))
+    assert Counter(m["type"] for m in messages)["cancelled"] > 0
+
+
+def test_many_requests_share_one_connection(tmp_path: Path) -> None:
+    async def scenario(endpoint: str) -> list[tuple[int, ...]]:
+        async with AsyncClient(endpoint, token=token("acme")) as client:
+            answers = await asyncio.gather(
+                *(client.generate(f"p{n}", SamplingParams(max_tokens=20, seed=n)) for n in range(24))
+            )
+        return [answer.token_ids for answer in answers]
+
+    with daemon(tmp_path) as served:
+        answers = asyncio.run(scenario(served.config.server.submit))
+    assert answers == [tuple(expected_ids(f"p{n}", n, 20)) for n in range(24)]
+
+
+def test_leaving_a_stream_early_cancels_it(tmp_path: Path) -> None:
+    with daemon(tmp_path, runner=runner(0.005)) as served, served.client() as client:
+        for chunk in client.stream("hi", SamplingParams(max_tokens=2000)):
+            assert chunk.finish_reason is None
+            break
+        wait_until(lambda: served.metric("mlxd_requests_total", tenant="acme", outcome="cancelled") == 1)
+        assert client.generate("hi", SamplingParams(max_tokens=2)).usage.completion_tokens == 2
+
+
+def test_closing_a_client_ends_its_requests(tmp_path: Path) -> None:
+    with daemon(tmp_path, runner=runner(0.005)) as served:
+        client = served.client()
+        chunks = client.stream("hi", SamplingParams(max_tokens=2000))
+        next(chunks)
+        client.close()
+        with pytest.raises(ConnectionLostError):
+            next(chunks)
+        wait_until(lambda: served.metric("mlxd_requests_total", tenant="acme", outcome="client_gone") == 1)
+
+
+def test_a_wrong_token_is_an_error_of_its_own(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path) as served,
+        Client(served.config.server.submit, token="wrong", timeout_s=5) as client,
+        pytest.raises(UnauthenticatedError),
+    ):
+        client.ping()
+
+
+def test_nobody_there_is_a_timeout_that_names_the_endpoint(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/nobody"
+    with (
+        Client(endpoint, token="t", timeout_s=0.2) as client,
+        pytest.raises(ClientTimeoutError, match=f"no answer from {endpoint} within 0.2 s"),
+    ):
+        client.ping()
+
+
+def test_an_endpoint_that_is_none_is_named() -> None:
+    with Client("nonsense", token="t") as client, pytest.raises(ConfigError, match="'nonsense'"):
+        client.ping()
+
+
+def test_a_client_waits_for_a_daemon_that_comes_later_and_one_that_comes_back(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with Client(settings.server.submit, token=token("acme"), timeout_s=1) as client:
+        with daemon(tmp_path):
+            assert client.ping() == "running"
+        with pytest.raises(MlxdError) as raised:
+            wait_until(lambda: client.ping() == "")
+        assert raised.value.code in ("connection_lost", "timeout")
+        with daemon(tmp_path):
+            assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
+
+
+def test_while_the_model_loads_the_daemon_answers_and_admits_nobody(tmp_path: Path) -> None:
+    starting = Daemon(config(tmp_path), runner())
+    starting.loading.clear()
+    with starting as served, served.client() as client:
+        assert client.ping() == "starting"
+        assert client.status().state == "starting"
+        with pytest.raises(RejectedError) as raised:
+            client.generate("hi")
+        assert (raised.value.reason, raised.value.retryable) == ("loading", True)
+        served.loading.set()
+        served.wait_ready()
+        assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
+    assert served.exit_code == 0
+
+
+def test_a_drain_finishes_what_runs_and_admits_nothing(tmp_path: Path) -> None:
+    with daemon(tmp_path, runner=runner(0.005)) as served, served.client("admin") as client:
+        stream = client.stream("hi", SamplingParams(max_tokens=100))
+        chunks = [next(stream)]
+        client.drain()
+        with pytest.raises(RejectedError) as raised:
+            client.generate("too late")
+        chunks += stream
+        served.join()
+    assert raised.value.reason == "draining"
+    assert (chunks[-1].finish_reason, sum(len(chunk.token_ids) for chunk in chunks)) == ("length", 100)
+    assert served.exit_code == 0
+
+
+def test_a_drain_that_takes_too_long_ends_requests_with_an_error(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, runner=runner(0.005), drain_timeout_s=0.2) as served,
+        served.client("admin") as client,
+    ):
+        stream = client.stream("hi", SamplingParams(max_tokens=4000))
+        next(stream)
+        client.drain()
+        with pytest.raises(RequestFailedError) as raised:
+            list(stream)
+        served.join()
+    assert raised.value.code == "draining"
+    assert served.exit_code == 0
+
+
+def test_a_second_drain_does_not_wait(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, runner=runner(0.005), drain_timeout_s=60.0) as served,
+        served.client("admin") as client,
+    ):
+        stream = client.stream("hi", SamplingParams(max_tokens=4000))
+        next(stream)
+        client.drain()
+        client.drain()
+        with pytest.raises(MlxdError):
+            list(stream)
+        served.join(5.0)
+
+
+def test_a_failed_step_ends_every_request_and_the_daemon(tmp_path: Path) -> None:
+    with daemon(tmp_path, runner=runner(0.002, fail_at_step=30)) as served:
+        with served.submit() as peer:
+            for number in range(5):
+                peer.send("generate", id=str(number), prompt="hi", sampling={"max_tokens": 100})
+            ends = [peer.until_terminal(str(number))[-1] for number in range(1)]
+            while len(ends) < 5:
+                if (message := peer.receive())["type"] in TERMINAL:
+                    ends.append(message)
+        served.join()
+    assert {(m["type"], m["code"]) for m in ends} == {("error", "engine_failed")}
+    assert len({m["id"] for m in ends}) == 5
+    assert served.exit_code == 1
+
+
+def test_an_engine_that_hangs_is_left_behind_and_clients_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxd.scheduler.server.STOP_TIMEOUT_S", 0.1)
+    with (
+        daemon(tmp_path, runner=runner(hang_at_step=3), drain_timeout_s=0.1) as served,
+        served.client("admin") as client,
+    ):
+        stream = client.stream("hi", SamplingParams(max_tokens=100))
+        next(stream)
+        client.drain()
+        with pytest.raises(EngineFailedError, match="does not answer"):
+            list(stream)
+        served.join()
+        served.runner.resume.set()
+    assert served.exit_code == 1
+
+
+SERVE = """
+import asyncio, sys
+from pathlib import Path
+from wire_daemon import Daemon, config, runner
+sys.exit(asyncio.run(Daemon(config(Path(sys.argv[1])), runner(0.005)).server.serve()))
+"""
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    tests = str(Path(__file__).parent)
+    with subprocess.Popen([sys.executable, "-c", SERVE, str(tmp_path)], cwd=tests) as process:
+        with Client(f"ipc://{tmp_path}/s", token=token("acme"), timeout_s=20) as client:
+            wait_until(lambda: client.ping() == "running", 20)
+            stream = client.stream("hi", SamplingParams(max_tokens=100))
+            chunks = [next(stream)]
+            process.send_signal(signal.SIGTERM)
+            chunks += stream
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 100
+        assert process.wait(10) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_clients_raise_what_ended_the_engine(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, runner=runner(0.002, fail_at_step=30)) as served,
+        served.client() as client,
+        pytest.raises(EngineFailedError),
+    ):
+        client.generate("hi", SamplingParams(max_tokens=100))
+
+
+def serve(settings: Any, **options: Any) -> int:
+    return asyncio.run(Server(settings, tokenizer=TOKENIZER, **options).serve(handle_signals=False))
+
+
+def test_a_model_that_cannot_be_served_is_the_error_of_serve(tmp_path: Path) -> None:
+    class Broken(Daemon):
+        def _load(self, config: object, progress: object) -> Any:
+            raise ModelError("config.json is missing")
+
+    broken = Broken(config(tmp_path), runner())
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        asyncio.run(broken.server.serve(handle_signals=False))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"submit": "tcp://0.0.0.0:5555"}, "CURVE is not available yet"),
+        ({"control": "tcp://192.168.1.1:5555"}, "CURVE is not available yet"),
+        ({"metrics": "127.0.0.1:99999"}, "metrics"),
+        ({"control": "ipc:///nowhere/at/all"}, "/nowhere/at does not exist"),
+    ],
+)
+def test_addresses_that_cannot_be_used_stop_the_start(
+    tmp_path: Path, settings: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        serve(config(tmp_path, **settings))
+    assert not list(tmp_path.iterdir()), "something was left behind"
+
+
+def test_a_second_daemon_at_the_same_place_is_refused(tmp_path: Path) -> None:
+    with daemon(tmp_path) as served:
+        with pytest.raises(ConfigError, match="another daemon is listening there"):
+            serve(config(tmp_path))
+        with served.client() as client:
+            assert client.ping() == "running"
+
+
+def test_loopback_tcp_serves_the_same(tmp_path: Path) -> None:
+    def free_port() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("submit", "control")}
+    with daemon(tmp_path, **addresses) as served, served.client() as client:
+        assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
+        assert client.ping() == "running"
+
+
+def test_status_shows_a_tenant_itself_and_an_operator_everyone(tmp_path: Path) -> None:
+    with daemon(tmp_path, runner=runner(0.005)) as served, served.submit("beta") as peer:
+        peer.send("generate", id="a", prompt="hi", sampling={"max_tokens": 2000})
+        wait_until(lambda: served.engine.snapshot.running == 1)
+        with served.client("acme") as client:
+            mine = client.status()
+        with served.client("admin") as client:
+            everyone = client.status()
+        peer.send("cancel", id="a")
+    assert (list(mine.tenants), mine.running) == (["acme"], 0)
+    assert (sorted(everyone.tenants), everyone.running) == (sorted(TENANTS), 1)
+    assert everyone.tenants["beta"].running == 1
+    assert everyone.model == "fake"
+    assert everyone.kv_reserved_bytes > 0
+    assert everyone.last_step_age_s is not None
+
+
+def test_metrics_and_health_are_served_beside(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with daemon(tmp_path, metrics=address) as served, served.client() as client:
+        client.generate("hi", SamplingParams(max_tokens=3))
+        wait_until(lambda: served.engine.snapshot.running == 0)
+        with urllib.request.urlopen(f"http://{address}/metrics") as response:
+            text = response.read().decode()
+        with urllib.request.urlopen(f"http://{address}/healthz") as response:
+            assert response.status == 200
+    assert 'mlxd_requests_total{outcome="length",tenant="acme"} 1.0' in text
+    assert 'mlxd_zmq_messages_total{direction="in",kind="generate"} 1.0' in text
+
+
+def test_long_prompts_are_tokenised_too(tmp_path: Path) -> None:
+    prompt = "the quick brown fox " * 400
+    with daemon(tmp_path, runner=runner(max_model_len=16384)) as served, served.client() as client:
+        answer = client.generate(prompt, SamplingParams(max_tokens=2, seed=1))
+    assert answer.usage.prompt_tokens == len(TOKENIZER.encode(prompt))
+
+
+def test_a_daemon_that_turns_clients_away_says_why(tmp_path: Path) -> None:
+    with daemon(tmp_path, max_clients=1) as served, served.submit(), served.client() as client:
+        with pytest.raises(ProtocolError) as raised:
+            client.ping()
+        assert raised.value.code == "too_many_clients"

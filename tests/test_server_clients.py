@@ -1,0 +1,149 @@
+"""Clients that vanish, do not read or flood: they lose their own requests, and others lose nothing."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from wire_daemon import Daemon, Peer, daemon, runner, token, wait_until
+
+from mlxd.batching.sampling_params import SamplingParams
+
+VICTIM = """
+import sys
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.client import Client
+with Client(sys.argv[1], token=sys.argv[2]) as client:
+    for chunk in client.stream("hi", SamplingParams(max_tokens=3000)):
+        print("chunk", flush=True)
+"""
+
+
+def running(served: Daemon) -> int:
+    return served.engine.snapshot.running
+
+
+def ended(served: Daemon, outcome: str) -> float:
+    return served.metric("mlxd_requests_total", tenant="acme", outcome=outcome)
+
+
+def test_a_killed_clients_rows_end_within_a_second(tmp_path: Path) -> None:
+    with daemon(tmp_path, runner=runner(0.01), heartbeat_ms=500) as served:
+        command = [sys.executable, "-c", VICTIM, served.config.server.submit, token("acme")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
+            assert victim.stdout is not None
+            assert victim.stdout.readline() == "chunk\n"
+            os.kill(victim.pid, signal.SIGKILL)
+            killed = time.monotonic()
+        wait_until(lambda: running(served) == 0)
+        assert time.monotonic() - killed < 1.0
+        assert ended(served, "client_gone") == 1
+
+
+def test_clients_that_leave_while_nothing_streams_are_noticed_and_forgotten(tmp_path: Path) -> None:
+    with daemon(tmp_path, runner=runner(0.01), tenant={"max_running": 1}) as served:
+        with served.submit() as first, served.submit() as second, served.submit() as idle:
+            first.send("generate", id="a", prompt="hi", sampling={"max_tokens": 100})
+            second.send("generate", id="b", prompt="hi", sampling={"max_tokens": 100})
+            assert first.receive()["type"] == "accepted"
+            assert second.receive()["type"] == "accepted"
+            wait_until(lambda: served.metric("mlxd_clients_connected") == 3)
+            second._socket.close()
+            idle._socket.close()
+            wait_until(lambda: ended(served, "client_gone") == 1, 1.0)
+            assert first.until_terminal("a")[-1]["type"] == "done"
+        wait_until(lambda: served.metric("mlxd_clients_connected") == 0)
+
+
+def test_requests_that_yield_nothing_show_signs_of_life(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, runner=runner(hang_at_step=1), heartbeat_ms=50) as served,
+        served.submit() as peer,
+    ):
+        assert peer.receive_any() == {"type": "keepalive", "v": 1, "state": "idle"}
+        peer.send("generate", id="a", prompt="hi", sampling={"max_tokens": 1})
+        alive = {"type": "keepalive", "v": 1, "id": "a", "state": "waiting"}
+        wait_until(lambda: peer.receive_any() == alive)
+        assert peer.receive_any() == alive
+        served.runner.resume.set()
+        assert peer.until_terminal("a")[-1]["type"] == "done"
+
+
+def test_ping_is_the_schedulers_own_answer(tmp_path: Path) -> None:
+    with daemon(tmp_path, runner=runner(hang_at_step=1)) as served, served.submit() as peer:
+        peer.send("generate", id="a", prompt="hi", sampling={"max_tokens": 1})
+        assert peer.receive()["type"] == "accepted"
+        with served.control() as control:
+            for number in range(9):
+                control.send("ping", id=str(number))
+            busy = control.receive()
+            assert (busy["code"], busy["id"]) == ("busy", "8")
+            assert control.ask("status")["type"] == "status"
+            served.runner.resume.set()
+            assert [control.receive()["id"] for _ in range(8)] == [str(n) for n in range(8)]
+
+
+def test_a_client_that_never_reads_loses_its_requests_alone(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, runner=runner(), max_client_buffer_bytes=4096) as served,
+        served.submit("acme", rcvhwm=1) as slow,
+        served.client("beta") as client,
+    ):
+        for number in range(8):
+            slow.send("generate", id=str(number), prompt="hi", sampling={"max_tokens": 4000})
+        wait_until(lambda: ended(served, "slow_client") > 0, 10.0)
+        assert client.generate("hi", SamplingParams(max_tokens=50)).usage.completion_tokens == 50
+        assert served.metric("mlxd_client_buffer_bytes") <= 3 * 4096
+        ends = {}
+        while len(ends) < 8:
+            message = slow.receive()
+            if message["type"] in ("done", "error"):
+                assert message["id"] not in ends
+                ends[message["id"]] = message.get("code", "done")
+        assert "slow_client" in ends.values()
+        slow.send("generate", id="again", prompt="hi", sampling={"max_tokens": 5})
+        assert slow.until_terminal("again")[-1]["type"] == "done"
+
+
+def test_2000_broken_frames_disturb_no_one(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, runner=runner(0.002)) as served,
+        served.submit("beta") as flooder,
+        served.client("acme") as client,
+    ):
+        prompt, sampling = "hi", SamplingParams(max_tokens=150, seed=5)
+        expected = client.generate(prompt, sampling)
+        arrivals = []
+        ids: list[int] = []
+        for number, chunk in enumerate(client.stream(prompt, sampling)):
+            if number == 5:
+                for _ in range(1000):
+                    flooder.raw(b"\xc1")
+                    flooder.raw(b"{", b"}", b"")
+            arrivals.append(time.monotonic())
+            ids += chunk.token_ids
+        assert tuple(ids) == expected.token_ids
+        assert max(b - a for a, b in itertools.pairwise(arrivals)) < 1.0
+        answers = [flooder.receive()["code"] for _ in range(21)]
+        assert answers[:20] == ["decode", "malformed_frames"] * 10
+        assert answers[20] == "flood"
+        wait_until(lambda: bad_frames(served) == 2000)
+        wait_until(lambda: "pong" in str(try_ping(flooder)))
+
+
+def bad_frames(served: Daemon) -> float:
+    reasons = ("decode", "malformed_frames", "ignored")
+    return sum(served.metric("mlxd_zmq_bad_messages_total", reason=reason) for reason in reasons)
+
+
+def try_ping(peer: Peer) -> object:
+    """The answer, or None from a daemon that does not listen to this peer for now."""
+    peer.send("ping", id="p")
+    time.sleep(0.1)
+    try:
+        return peer.receive(0.1)
+    except AssertionError:
+        return None

@@ -1,0 +1,204 @@
+"""A door never blocks and never keeps more for a peer than it may."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from wire_daemon import Peer
+
+from mlxd.metrics.recorder import NullRecorder
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.config import ServerConfig
+from mlxd.scheduler.door import Door
+from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.events import Usage
+from mlxd.scheduler.session import BAD_FRAME_BURST, DEAF_S, MAX_LOGIN_DELAY_S, Patience, Session
+
+LIMIT = 4096
+
+
+class Watched:
+    """A door and what it reported."""
+
+    def __init__(self, folder: Path, context: zmq.asyncio.Context) -> None:
+        self.context = context
+        self.address = f"ipc://{folder}/door"
+        self.slow: list[Session] = []
+        self.gone: list[Session] = []
+        self.door = self.open()
+
+    def open(self) -> Door:
+        config = ServerConfig(max_client_buffer_bytes=LIMIT, max_clients=4)
+        return Door(
+            self.context,
+            self.address,
+            config,
+            NullRecorder(),
+            on_gone=self.gone.append,
+            on_slow=self.slow.append,
+        )
+
+    async def arrived(self, peer: Peer) -> Session:
+        peer.raw(b"hello")
+        session, frames = await self.door.receive()
+        assert frames == [b"hello"]
+        return session
+
+
+def with_door(folder: Path, scenario: Callable[[Watched], Awaitable[None]]) -> None:
+    async def run() -> None:
+        with zmq.asyncio.Context() as context:
+            watched = Watched(folder, context)
+            await scenario(watched)
+            watched.door.close()
+
+    asyncio.run(run())
+
+
+def done(number: int, size: int = 1000) -> wire.Done:
+    return wire.Done(id=str(number), finish_reason="stop", usage=Usage(1, 1), text="x" * size)
+
+
+def chunk(number: int) -> wire.Chunk:
+    return wire.Chunk(id="c", seq=number, text="x" * 1000, token_ids=())
+
+
+def fill(watched: Watched, session: Session) -> None:
+    """Send chunks until the first one is held back."""
+    for number in range(10_000):
+        if session.outbox:
+            return
+        watched.door.send(session, chunk(number))
+    raise AssertionError("the peer's connection takes everything")
+
+
+def test_what_a_peer_does_not_take_is_kept_in_order_and_sent_later(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address, rcvhwm=1) as peer:
+            session = await watched.arrived(peer)
+            fill(watched, session)
+            watched.door.send(session, wire.Pong(id="last", state="running"))
+            assert watched.door.buffered_bytes == session.outbox_bytes > 1000
+            seqs = []
+            while (message := peer.receive_any())["type"] == "chunk":
+                seqs.append(message["seq"])
+                watched.door.flush()
+                await asyncio.sleep(0.001)
+            assert seqs == list(range(len(seqs)))
+            assert message["id"] == "last"
+            assert (watched.door.buffered_bytes, watched.slow) == (0, [])
+
+    with_door(tmp_path, scenario)
+
+
+def test_a_full_outbox_takes_ends_of_requests_alone(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address, rcvhwm=1) as peer:
+            session = await watched.arrived(peer)
+            fill(watched, session)
+            for number in range(20):
+                watched.door.send(session, chunk(number))
+            assert watched.slow == [session]
+            assert session.outbox_bytes <= LIMIT
+            watched.door.send(session, done(1))
+            watched.door.send(session, wire.Cancelled(id="2", usage=Usage(1, 1)))
+            messages = [peer.receive_any()]
+            while messages[-1].get("id") != "2":
+                watched.door.flush()
+                await asyncio.sleep(0.001)
+                messages.append(peer.receive_any())
+            assert [m["type"] for m in messages[-3:]] == ["chunk", "error", "cancelled"]
+            assert (messages[-2]["id"], messages[-2]["code"]) == ("1", "slow_client")
+            watched.door.flush()
+            assert not session.slow
+            watched.door.send(session, done(3))
+            assert peer.receive_any()["text"] == "x" * 1000
+
+    with_door(tmp_path, scenario)
+
+
+def test_a_peer_that_takes_no_ends_either_is_given_up(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address, rcvhwm=1) as peer:
+            session = await watched.arrived(peer)
+            fill(watched, session)
+            for number in range(200):
+                watched.door.send(session, done(number))
+            assert (watched.slow, watched.gone) == ([session], [session])
+            assert watched.door.buffered_bytes == 0
+
+    with_door(tmp_path, scenario)
+
+
+def test_a_peer_that_left_is_reported_once(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address) as peer:
+            session = await watched.arrived(peer)
+        while not watched.gone:
+            watched.door.send(session, chunk(0))
+            await asyncio.sleep(0.001)
+        watched.door.send(session, chunk(1))
+        assert watched.gone == [session]
+
+    with_door(tmp_path, scenario)
+
+
+def test_strangers_are_remembered_up_to_the_limit(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address) as first:
+            session = await watched.arrived(first)
+            assert await watched.arrived(first) is session
+            for _ in range(4):
+                with Peer(watched.address) as other:
+                    await watched.arrived(other)
+            assert await watched.arrived(first) is not session
+
+    with_door(tmp_path, scenario)
+
+
+def test_a_live_daemons_socket_is_not_taken_and_a_dead_ones_is(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with pytest.raises(ConfigError, match=r"door: another daemon is listening there"):
+            watched.open()
+        with Peer(watched.address) as peer:
+            await watched.arrived(peer)
+
+    with_door(tmp_path, scenario)
+    assert not (tmp_path / "door").exists()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "door"))
+    with_door(tmp_path, lambda watched: asyncio.sleep(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.write_text("mine"), "not a socket"),
+        (lambda path: path.parent.rmdir(), "the folder .* does not exist"),
+    ],
+)
+def test_other_things_in_the_way_are_named(tmp_path: Path, make: Callable[[Path], None], words: str) -> None:
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    make(folder / "door")
+    with pytest.raises(ConfigError, match=words):
+        with_door(folder, lambda watched: asyncio.sleep(0))
+
+
+def test_patience_ends_after_a_burst_and_comes_back_with_time() -> None:
+    patience = Patience()
+    answered = [patience.take_bad_frame(100.0) for _ in range(BAD_FRAME_BURST + 1)]
+    assert answered == [True] * BAD_FRAME_BURST + [False]
+    assert patience.deaf_until == 100.0 + DEAF_S
+    assert patience.take_bad_frame(102.0)
+
+
+def test_delays_of_wrong_credentials_double_up_to_a_limit() -> None:
+    patience = Patience()
+    delays = [patience.take_failed_login(0.0) for _ in range(20)]
+    assert delays[:3] == [0.1, 0.2, 0.4]
+    assert delays[-1] == MAX_LOGIN_DELAY_S

@@ -1,0 +1,284 @@
+"""What bad input gets, over real sockets: one clear answer each, and nobody else notices."""
+
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from wire_daemon import Daemon, Peer, daemon, runner, token, wait_until
+
+from mlxd.batching.text import Tokenizer
+from mlxd.batching.text_stream import TextStream
+
+MAX_BYTES = 2**21
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with daemon(
+        tmp_path_factory.mktemp("d"), runner=runner(max_model_len=512), max_message_bytes=MAX_BYTES
+    ) as running:
+        yield running
+
+
+def assert_serves(served: Daemon) -> None:
+    with served.client("beta") as client:
+        assert client.generate("still here?").usage.completion_tokens == 256
+
+
+GENERATE: dict[str, Any] = {"type": "generate", "id": "r", "prompt": "hi"}
+
+
+def body(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode({k: v for k, v in (GENERATE | changes).items() if v is not None})
+
+
+def sampling(**fields: Any) -> bytes:
+    return body(sampling=fields)
+
+
+FRAMES: dict[str, tuple[list[bytes], dict[str, Any]]] = {
+    "two frames": ([b"", body()], {"type": "error", "code": "malformed_frames"}),
+    "three frames": ([b"a", b"b", b"c"], {"type": "error", "code": "malformed_frames"}),
+    "garbage": ([b"\xc1\xff"], {"type": "error", "code": "decode"}),
+    "empty": ([b""], {"type": "error", "code": "decode"}),
+    "truncated": ([body()[:-1]], {"type": "error", "code": "decode"}),
+    "duplicate key": ([b'{"type":"ping","type":"ping"}'], {"type": "error", "code": "decode"}),
+    "NaN": ([b'{"type":"ping","x_a":NaN}'], {"type": "error", "code": "decode"}),
+    "claims billions": ([b"\x81\xa4type\xdd\xff\xff\xff\xff"], {"type": "error", "code": "too_large"}),
+    "too deep": ([b"\x81\xa3x_a" + b"\x91" * 99 + b"\x01"], {"type": "error", "code": "too_large"}),
+    "long string": ([body(prompt="x" * (2**20 + 1))], {"type": "error", "code": "too_large"}),
+    "unknown type": ([body(type="generat")], {"type": "error", "code": "unsupported", "id": "r"}),
+    "unknown version": ([body(v=9)], {"type": "error", "code": "unsupported", "field": "v"}),
+    "unknown field": ([body(temprature=1)], {"code": "invalid_param", "field": "temprature", "id": "r"}),
+    "text for number": ([sampling(seed="5")], {"code": "invalid_param", "field": "sampling.seed"}),
+    "bool for number": ([sampling(top_k=True)], {"code": "invalid_param", "field": "sampling.top_k"}),
+    "temperature < 0": ([sampling(temperature=-0.1)], {"code": "invalid_param", "field": "temperature"}),
+    "top_p 0": ([sampling(top_p=0)], {"code": "invalid_param", "field": "top_p"}),
+    "top_p > 1": ([sampling(top_p=1.1)], {"code": "invalid_param", "field": "top_p"}),
+    "top_k < 0": ([sampling(top_k=-1)], {"code": "invalid_param", "field": "top_k"}),
+    "max_tokens < 0": ([sampling(max_tokens=-1)], {"code": "invalid_param", "field": "max_tokens"}),
+    "max_tokens huge": ([sampling(max_tokens=2**40)], {"code": "invalid_param", "field": "max_tokens"}),
+    "seed < 0": ([sampling(seed=-1)], {"code": "invalid_param", "field": "seed"}),
+    "seed > 64 bits": (
+        [b'{"type":"generate","id":"r","prompt":"x","sampling":{"seed":18446744073709551616}}'],
+        {"code": "invalid_param", "field": "seed"},
+    ),
+    "many stops": ([sampling(stop=["x"] * 17)], {"code": "invalid_param", "field": "stop"}),
+    "long stop": ([sampling(stop=["x" * 257])], {"code": "invalid_param", "field": "stop"}),
+    "bias outside": ([sampling(logit_bias={99999: 1})], {"code": "invalid_param", "field": "logit_bias"}),
+    "no prompt": ([body(prompt=None)], {"code": "invalid_param", "field": "prompt", "id": "r"}),
+    "two prompts": ([body(token_ids=[1])], {"code": "invalid_param", "field": "prompt"}),
+    "empty prompt": ([body(prompt="")], {"type": "error", "code": "invalid_prompt", "id": "r"}),
+    "no ids": ([body(prompt=None, token_ids=[])], {"type": "error", "code": "invalid_prompt"}),
+    "id outside": ([body(prompt=None, token_ids=[99999])], {"type": "error", "code": "invalid_prompt"}),
+    "id < 0": ([body(prompt=None, token_ids=[-1])], {"type": "error", "code": "invalid_prompt"}),
+    "no template": (
+        [body(prompt=None, messages=[{"role": "user", "content": "hi"}])],
+        {"type": "error", "code": "invalid_prompt", "id": "r"},
+    ),
+    "never fits": ([sampling(max_tokens=600)], {"reason": "never_fits", "retryable": False, "id": "r"}),
+    "cancel unknown": (
+        [msgspec.msgpack.encode({"type": "cancel", "id": "r"})],
+        {"type": "ok", "id": "r", "result": "not_found"},
+    ),
+    "drain by a tenant": (
+        [msgspec.msgpack.encode({"type": "drain", "id": "r"})],
+        {"type": "error", "code": "forbidden", "id": "r"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("frames", "expected"), FRAMES.values(), ids=FRAMES)
+def test_bad_input_gets_its_one_answer(served: Daemon, frames: list[bytes], expected: dict[str, Any]) -> None:
+    with served.submit() as peer:
+        peer.raw(*frames)
+        reply = peer.receive()
+        assert reply | expected == reply
+        assert reply["v"] == 1
+        assert peer.ask("ping", id="after")["type"] == "pong", "there was a second answer"
+
+
+def test_the_daemon_serves_as_before_after_all_that(served: Daemon) -> None:
+    assert_serves(served)
+    assert served.metric("mlxd_zmq_bad_messages_total", reason="decode") >= 5
+
+
+def test_replies_come_in_the_encoding_of_the_question(served: Daemon) -> None:
+    with served.submit() as peer:
+        peer.raw(b'{"type":"cancel","id":"\xc3\xa9"}')
+        assert peer._socket.recv() == b'{"type":"ok","v":1,"id":"\xc3\xa9","result":"not_found"}'
+        peer.send("cancel", id="x")
+        assert msgspec.msgpack.decode(peer._socket.recv())["result"] == "not_found"
+
+
+def test_a_frame_over_the_socket_limit_closes_that_connection_alone(served: Daemon) -> None:
+    with served.submit() as peer, served.submit("beta") as other:
+        peer.raw(b"x" * (MAX_BYTES + 1))
+        assert other.ask("ping")["type"] == "pong"
+        wait_until(lambda: peer.ask("ping").get("code") == "unauthenticated")
+    assert_serves(served)
+
+
+def test_generate_is_taken_on_the_submit_socket_alone(served: Daemon) -> None:
+    with served.control() as peer:
+        reply = peer.ask("generate", id="r", prompt="hi")
+    assert (reply["code"], reply["id"]) == ("unsupported", "r")
+
+
+def test_the_welcome_tells_the_limits(served: Daemon) -> None:
+    with Peer(served.config.server.submit) as peer:
+        welcome = peer.ask("hello", v=1, token=token("acme"), client="test")
+    assert welcome["tenant"] == "acme"
+    assert welcome["versions"] == [1, 1]
+    assert welcome["control"] == served.config.server.control
+    assert welcome["limits"]["max_message_bytes"] == MAX_BYTES
+    assert welcome["limits"]["max_model_len"] == 512
+    assert welcome["epoch"]
+
+
+def test_socket_files_are_their_owners_alone(served: Daemon) -> None:
+    for address in (served.config.server.submit, served.config.server.control):
+        mode = Path(address.removeprefix("ipc://")).stat().st_mode
+        assert stat.S_IMODE(mode) & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("hello", {"v": 1, "token": "wrong"}),
+        ("hello", {"v": 1, "token": ""}),
+        ("hello", {"v": 1, "token": "acme"}),
+        ("generate", {"id": "r", "prompt": "hi"}),
+        ("cancel", {"id": "r"}),
+        ("status", {}),
+        ("drain", {}),
+    ],
+)
+def test_strangers_get_one_same_answer(served: Daemon, kind: str, fields: dict[str, Any]) -> None:
+    with Peer(served.config.server.submit) as peer:
+        assert peer.ask(kind, **fields) == {
+            "type": "error",
+            "v": 1,
+            "code": "unauthenticated",
+            "message": "no valid credential",
+        }
+        peer.hello("acme")
+
+
+def test_each_wrong_credential_is_answered_later_than_the_one_before(served: Daemon) -> None:
+    waits = []
+    with Peer(served.config.server.submit) as peer:
+        for _ in range(3):
+            asked = time.monotonic()
+            peer.ask("hello", v=1, token="guess")
+            waits.append(time.monotonic() - asked)
+    assert waits[0] >= 0.1
+    assert waits[1] >= 0.2
+    assert waits[2] >= 0.4
+
+
+def test_a_connection_stays_with_its_tenant(served: Daemon) -> None:
+    with served.submit("acme") as peer:
+        assert peer.ask("hello", v=1, token=token("beta"))["code"] == "forbidden"
+        peer.hello("acme")
+
+
+def test_an_open_id_is_a_conflict_and_the_open_request_goes_on(served: Daemon) -> None:
+    with served.submit() as peer:
+        peer.send("generate", id="twice", prompt="hi", sampling={"max_tokens": 200})
+        peer.send("generate", id="twice", prompt="hi")
+        messages = peer.until_terminal("twice")
+        assert (messages[-1]["type"], messages[-1]["reason"]) == ("rejected", "id_conflict")
+        rest = [*messages[:-1], *peer.until_terminal("twice")]
+    assert rest[-1]["type"] == "done"
+    assert sum(len(m["token_ids"]) for m in rest if m["type"] == "chunk") == 200
+
+
+def test_one_id_belongs_to_each_tenant_separately(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, runner=runner(0.005)) as served,
+        served.submit("acme") as acme,
+        served.submit("beta") as beta,
+        served.control("beta") as control,
+    ):
+        for peer in (acme, beta):
+            peer.send("generate", id="same", prompt="hi", sampling={"max_tokens": 100})
+            assert peer.receive()["type"] == "accepted"
+        assert control.ask("cancel", id="other")["result"] == "not_found"
+        assert control.ask("cancel", id="same")["result"] == "cancelling"
+        assert beta.until_terminal("same")[-1]["type"] == "cancelled"
+        assert control.ask("cancel", id="same")["result"] == "not_found"
+        assert acme.until_terminal("same")[-1]["type"] == "done"
+
+
+def test_a_full_queue_is_an_answer_with_a_time_to_come_back(tmp_path: Path) -> None:
+    limits = {"max_running": 1, "max_waiting": 2}
+    with daemon(tmp_path, runner=runner(0.005), tenant=limits) as served, served.submit() as peer:
+        for number in range(20):
+            peer.send("generate", id=str(number), prompt="hi", sampling={"max_tokens": 10})
+        ends = {}
+        while len(ends) < 20:
+            message = peer.receive()
+            if message["type"] in ("done", "rejected"):
+                ends[message["id"]] = message
+        with served.submit("beta") as other:
+            other.send("generate", id="a", prompt="hi", sampling={"max_tokens": 1})
+            assert other.until_terminal("a")[-1]["type"] == "done"
+    rejected = [m for m in ends.values() if m["type"] == "rejected"]
+    assert 0 < 20 - len(rejected) <= 4
+    assert all(m["reason"] == "queue_full" and m["retryable"] and m["retry_after_ms"] > 0 for m in rejected)
+
+
+def test_more_clients_than_allowed_are_turned_away(tmp_path: Path) -> None:
+    with daemon(tmp_path, max_clients=2) as served:
+        with served.submit(), served.submit(), Peer(served.config.server.submit) as third:
+            assert third.ask("hello", v=1, token=token("acme"))["code"] == "too_many_clients"
+            wait_until(lambda: served.metric("mlxd_clients_connected") == 2)
+        wait_until(lambda: served.metric("mlxd_clients_connected") == 0)
+        with served.submit():
+            pass
+
+
+class PoisonedTokenizer(Tokenizer):
+    """Raises on prompts that say so, and on drawn tokens of prompts that say so."""
+
+    def encode(self, text: str) -> list[int]:
+        if text == "poison in":
+            raise ZeroDivisionError("tokenizer")
+        return super().encode(text)
+
+    def stream(self, stop: Any = ()) -> TextStream:
+        stream = super().stream([s for s in stop if s != "poison out"])
+        if "poison out" in stop:
+
+            def push(ids: Any) -> str:
+                raise ZeroDivisionError("detokenizer")
+
+            stream.push = push  # type: ignore[method-assign]
+        return stream
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_tokenizer_that_raises_ends_that_request_alone(tmp_path: Path, stream: bool) -> None:
+    from text_tokenizers import byte_level
+
+    text = PoisonedTokenizer(byte_level(), special_tokens={})
+    with daemon(tmp_path, text=text) as served, served.submit() as peer:
+        options = {"stream": stream, "sampling": {"max_tokens": 5}}
+        peer.send("generate", id="good", prompt="hi", **options)
+        peer.send("generate", id="in", prompt="poison in", **options)
+        poisoned = {"stop": ["poison out"], "max_tokens": 50}
+        peer.send("generate", id="out", prompt="hi", stream=stream, sampling=poisoned)
+        ends = {}
+        while len(ends) < 3:
+            message = peer.receive()
+            if message["type"] in ("done", "error"):
+                ends[message["id"]] = message
+        assert ends["good"]["type"] == "done"
+        assert (ends["in"]["code"], ends["out"]["code"]) == ("internal", "internal")
+        assert "ZeroDivision" not in ends["in"]["message"] + ends["out"]["message"]
+        wait_until(lambda: served.engine.snapshot.running == 0)
