@@ -1,8 +1,36 @@
-"""Reading scrapes, for the tests of metrics."""
+"""Facts to tell and scrapes to read, for the tests of metrics."""
 
 from collections import Counter
 
 from prometheus_client.registry import CollectorRegistry
+
+from mlxd.metrics.prometheus import PrometheusRecorder
+from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats
+
+STEP = StepStats(
+    decode_rows=0,
+    prefill_tokens={},
+    generated_tokens={},
+    step_s=0.02,
+    decode_s=0.0,
+    prefill_s=0.0,
+    join_s=0.0,
+    leave_s=0.0,
+    joined=0,
+    left=0,
+    token_gaps_s=(),
+    preemptions={},
+    compiled=False,
+)
+REQUEST = RequestStats(
+    tenant="acme",
+    outcome="stop",
+    prompt_tokens=7,
+    generated_tokens=3,
+    queue_s=0.004,
+    first_token_s=0.03,
+    duration_s=0.2,
+)
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -36,3 +64,9 @@ class Scraped:
 def balance(scraped: Scraped) -> tuple[float, float]:
     accounted = ("mlxd_requests_total", "mlxd_requests_running", "mlxd_requests_waiting")
     return scraped.total("mlxd_requests_accepted_total"), sum(map(scraped.total, accounted))
+
+
+def told(recorder: PrometheusRecorder) -> Scraped:
+    """Scrape after the engine told a snapshot."""
+    recorder.snapshot(EngineSnapshot(state="running"))
+    return Scraped(recorder.registry)

@@ -1,53 +1,18 @@
 """What the facts told to the recorder become at a scrape."""
 
-import random
-import threading
-import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
-from scraping import Scraped, balance
+from scraping import REQUEST, STEP, Scraped, told
 
 from mlxd.metrics.prometheus import PrometheusRecorder
-from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats, TenantGauges
-from mlxd.metrics.tally import MAX_OPEN_LABELS, MAX_TENANT_LABELS, OUTCOMES
-
-STEP = StepStats(
-    decode_rows=0,
-    prefill_tokens={},
-    generated_tokens={},
-    step_s=0.02,
-    decode_s=0.0,
-    prefill_s=0.0,
-    join_s=0.0,
-    leave_s=0.0,
-    joined=0,
-    left=0,
-    token_gaps_s=(),
-    preemptions={},
-    compiled=False,
-)
-REQUEST = RequestStats(
-    tenant="acme",
-    outcome="stop",
-    prompt_tokens=7,
-    generated_tokens=3,
-    queue_s=0.004,
-    first_token_s=0.03,
-    duration_s=0.2,
-)
+from mlxd.metrics.stats import EngineSnapshot, TenantGauges
+from mlxd.metrics.tally import OUTCOMES
 
 
 @pytest.fixture
 def recorder() -> PrometheusRecorder:
     return PrometheusRecorder(["acme", "beta"], version="1.2.3", wall_clock=lambda: 5000.0)
-
-
-def told(recorder: PrometheusRecorder) -> Scraped:
-    """Scrape after the engine told a snapshot."""
-    recorder.snapshot(EngineSnapshot(state="running"))
-    return Scraped(recorder.registry)
 
 
 def test_a_step_counts_its_rows_tokens_and_times(recorder: PrometheusRecorder) -> None:
@@ -249,54 +214,6 @@ def test_rejections_messages_and_clients_count_without_a_snapshot(recorder: Prom
     assert scraped.get("mlxd_client_buffer_bytes") == 2048
 
 
-def test_tenants_that_are_not_configured_share_one_label(recorder: PrometheusRecorder) -> None:
-    for name in ("mallory", "eve", "_other"):
-        recorder.accepted(name)
-        recorder.rejected(name, "quota")
-        recorder.request(replace(REQUEST, tenant=name))
-        recorder.step(replace(STEP, prefill_tokens={name: 1}, generated_tokens={name: 1}))
-    gauges = {name: TenantGauges(waiting=1, running=2, service=1.5) for name in ("mallory", "eve")}
-    recorder.snapshot(EngineSnapshot(tenants=gauges))
-    scraped = Scraped(recorder.registry)
-    names = {dict(labels).get("tenant") for _, labels in scraped.samples} - {None}
-    assert names == {"acme", "beta", "_other"}
-    assert scraped.get("mlxd_requests_accepted_total", tenant="_other") == 3
-    assert scraped.get("mlxd_requests_waiting", tenant="_other") == 2
-    assert scraped.get("mlxd_requests_running", tenant="_other") == 4
-    assert scraped.get("mlxd_tenant_service_total", tenant="_other") == 3.0
-
-
-def test_the_number_of_tenant_series_is_bounded() -> None:
-    recorder = PrometheusRecorder([f"t{i}" for i in range(MAX_TENANT_LABELS + 50)], version="1")
-    recorder.accepted(f"t{MAX_TENANT_LABELS - 1}")
-    recorder.accepted(f"t{MAX_TENANT_LABELS}")
-    scraped = told(recorder)
-    assert len(scraped.values_of("tenant", "mlxd_requests_accepted_total")) == MAX_TENANT_LABELS + 1
-    assert scraped.get("mlxd_requests_accepted_total", tenant=f"t{MAX_TENANT_LABELS - 1}") == 1
-    assert scraped.get("mlxd_requests_accepted_total", tenant="_other") == 1
-
-
-def test_no_tenants_drops_the_label() -> None:
-    recorder = PrometheusRecorder([], version="1")
-    recorder.request(REQUEST)
-    assert told(recorder).values_of("tenant", "mlxd_requests_total") == {"_other"}
-
-
-def test_the_number_of_kinds_and_reasons_is_bounded(recorder: PrometheusRecorder) -> None:
-    for i in range(3 * MAX_OPEN_LABELS):
-        recorder.message("in", f"kind{i}")
-        recorder.bad_message(f"reason{i}")
-        recorder.rejected("acme", f"reason{i}")
-    scraped = Scraped(recorder.registry)
-    for label, name in (
-        ("kind", "mlxd_zmq_messages_total"),
-        ("reason", "mlxd_zmq_bad_messages_total"),
-        ("reason", "mlxd_requests_rejected_total"),
-    ):
-        assert len(scraped.values_of(label, name)) == MAX_OPEN_LABELS + 1
-        assert scraped.total(name) == 3 * MAX_OPEN_LABELS
-
-
 def test_known_series_start_at_zero(recorder: PrometheusRecorder) -> None:
     scraped = Scraped(recorder.registry)
     assert scraped.values_of("outcome", "mlxd_requests_total") == set(OUTCOMES)
@@ -310,105 +227,3 @@ def test_two_recorders_do_not_share_a_registry_by_accident(recorder: PrometheusR
     assert Scraped(other.registry).total("mlxd_requests_rejected_total") == 0
     with pytest.raises(ValueError, match="Duplicated"):
         PrometheusRecorder(["acme"], recorder.registry, version="1")
-
-
-class SimulatedEngine:
-    """Takes in, starts and ends random requests; tells every step, and a snapshot after each."""
-
-    def __init__(self, recorder: PrometheusRecorder, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.recorder = recorder
-        self.waiting: list[str] = []
-        self.running: list[str] = []
-        self.num_accepted = 0
-        self.outcomes: Counter[str] = Counter()
-
-    def turn(self) -> None:
-        for _ in range(self.random.randrange(4)):
-            tenant = self.random.choice(["acme", "beta", "stranger"])
-            self.recorder.accepted(tenant)
-            self.num_accepted += 1
-            self.waiting.append(tenant)
-        while self.waiting and len(self.running) < 8:
-            self.running.append(self.waiting.pop(0))
-        for queue in (self.waiting, self.running):
-            for _ in range(self.random.randrange(min(3, len(queue) + 1))):
-                self.end(queue.pop(self.random.randrange(len(queue))))
-        self.recorder.step(replace(STEP, decode_rows=len(self.running), token_gaps_s=(0.01,)))
-        time.sleep(0.0001)  # room for a scrape between the facts and their snapshot
-        self.recorder.snapshot(self.snapshot())
-
-    def end(self, tenant: str) -> None:
-        outcome = self.random.choice(OUTCOMES)
-        self.outcomes[outcome] += 1
-        self.recorder.request(replace(REQUEST, tenant=tenant, outcome=outcome))
-
-    def snapshot(self) -> EngineSnapshot:
-        waiting, running = Counter(self.waiting), Counter(self.running)
-        return EngineSnapshot(
-            state="running",
-            waiting=len(self.waiting),
-            running=len(self.running),
-            tenants={t: TenantGauges(waiting[t], running[t]) for t in waiting | running},
-        )
-
-
-def test_accepted_equals_ended_plus_open_at_every_concurrent_scrape(recorder: PrometheusRecorder) -> None:
-    engine = SimulatedEngine(recorder, seed=1)
-    scrapes: list[Scraped] = []
-
-    def drive() -> None:
-        while len(scrapes) < 400:
-            engine.turn()
-
-    def disturb() -> None:
-        while driver.is_alive():
-            recorder.rejected("acme", "queue_full")
-            time.sleep(0.0001)
-
-    def scrape() -> None:
-        while driver.is_alive():
-            scrapes.append(Scraped(recorder.registry))
-
-    driver = threading.Thread(target=drive)
-    threads = [driver, *(threading.Thread(target=target) for target in (disturb, scrape, scrape))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    final = Scraped(recorder.registry)
-    assert [counts for counts in map(balance, scrapes) if counts[0] != counts[1]] == []
-    assert final.total("mlxd_requests_accepted_total") == engine.num_accepted
-    assert final.by("outcome", "mlxd_requests_total") == engine.outcomes
-
-
-def test_between_snapshots_a_scrape_shows_the_earlier_moment(recorder: PrometheusRecorder) -> None:
-    told(recorder)
-    recorder.accepted("acme")
-    recorder.step(STEP)
-    between = Scraped(recorder.registry)
-    assert balance(between) == (0, 0)
-    assert between.total("mlxd_steps_total") == 0
-    recorder.snapshot(EngineSnapshot(tenants={"acme": TenantGauges(waiting=1)}))
-    assert balance(Scraped(recorder.registry)) == (1, 1)
-
-
-def test_recording_never_waits_for_a_scrape_and_loses_nothing(recorder: PrometheusRecorder) -> None:
-    with recorder._lock:
-        started = time.monotonic()
-        recorder.accepted("acme")
-        recorder.snapshot(EngineSnapshot(tenants={"acme": TenantGauges(running=1)}))
-        recorder.rejected("acme", "quota")
-        assert time.monotonic() - started < 1
-    scraped = Scraped(recorder.registry)
-    assert balance(scraped) == (1, 1)
-    assert scraped.get("mlxd_requests_rejected_total", tenant="acme", reason="quota") == 1
-
-
-def test_nothing_piles_up_where_nobody_scrapes(recorder: PrometheusRecorder) -> None:
-    engine = SimulatedEngine(recorder, seed=2)
-    for _ in range(100):
-        engine.turn()
-        recorder.bad_message("not_msgpack")
-    assert not recorder._told
-    assert not recorder._held_back
