@@ -24,8 +24,9 @@ from mlxd.scheduler.errors import (
 )
 from mlxd.scheduler.events import Event, RequestKey, Submission
 from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Ping, Stop
-from mlxd.scheduler.local import Completion, LocalClient
+from mlxd.scheduler.local import LocalClient
 from mlxd.scheduler.loop import EngineLoop
+from mlxd.scheduler.results import Completion
 from mlxd.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -14,27 +14,10 @@ from mlxd.batching.text_stream import TextStream
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.errors import EngineFailedError, MlxdError, RejectedError, RequestFailedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens, Usage
+from mlxd.scheduler.results import Completion
 
 if TYPE_CHECKING:
     from mlxd.scheduler.engine import Engine
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished prompt.
-
-    Attributes:
-        text: without the token and the stop string that ended it; "" where all prompts were token ids and no
-            stop string was asked for, since then no tokenizer is needed.
-        token_ids: all that were drawn, the token that ended it included.
-        finish_reason: "stop" or "length".
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    usage: Usage
-    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,15 @@ from mlxd.scheduler.events import Usage
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `finish_reason`: "stop" or "length"; `logprobs`: empty or as long as `token_ids`."""
+    """A whole answer.
+
+    Attributes:
+        text: without the token or the stop string that ended it. In process it is "" where all prompts were
+            token ids and no stop string was asked for, since then no tokenizer is needed.
+        token_ids: all that were drawn, the token that ended it included.
+        finish_reason: "stop" or "length".
+        logprobs: empty, or one for each of `token_ids`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
