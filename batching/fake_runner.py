@@ -150,7 +150,8 @@ class FakeRunner:
             for page in scrubbed:
                 pages.pop(page, None)
         for row_id in plan.left:
-            self._rows.pop(row_id, None)
+            if self._rows.pop(row_id, None) is None:
+                raise PlanError(f"step {plan.step_id}: row {row_id} left and was in no step")
         rows = tuple(self._decode(entry) for entry in plan.decode)
         faults = {chunk.row.row_id: fault for chunk in plan.prefill if (fault := self._prefill(chunk))}
         self._unwaited.append(plan.step_id)

@@ -127,6 +127,28 @@ def test_a_large_request_is_overtaken_a_bounded_number_of_times() -> None:
     assert len(overtaking) == MAX_OVERTAKES + 1
 
 
+def test_a_preempted_request_waits_for_the_token_it_has_in_flight() -> None:
+    world = world_of()
+    world.submit(submission("x"))
+    scheduler = world.scheduler
+    [tenant] = scheduler.book
+    tenant.head.num_inflight = 1
+    assert scheduler._admission.pick([tenant], room=100, chunk=16) is None
+    tenant.head.num_inflight = 0
+    assert scheduler._admission.pick([tenant], room=100, chunk=16) is tenant.head
+
+
+def test_a_row_that_is_cancelled_before_its_first_chunk_was_never_told_to_the_runner() -> None:
+    world = world_of()
+    for number in range(2):
+        world.submit(submission(str(number), (1,) * 60))
+    world.turn()
+    never_planned = [r for r in world.scheduler.batch._running.values() if r.num_computed == 0]
+    assert [request.key.request_id for request in never_planned] == ["1"]
+    world.cancel(never_planned[0].key)
+    world.run()
+
+
 def test_within_a_tenant_nobody_overtakes() -> None:
     world = world_of()
     for name, size in (("first", 60), ("second", 100), ("third", 1)):

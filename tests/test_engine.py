@@ -25,6 +25,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
 )
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens
+from mlxd.scheduler.inbox import Stop
 
 WAIT_S = 10.0
 
@@ -158,19 +159,27 @@ def test_stop_ends_what_is_open_closes_the_runner_and_may_be_repeated(make: Make
     assert harness.engine.stop(0.0)
 
 
-def test_what_was_sent_and_not_seen_when_the_engine_stopped_gets_an_end_too(make: MakeHarness) -> None:
-    harness = make(hang_at_step=1).start()
-    harness.engine.submit(submission("seen"))
-    harness.until(bool)
-    harness.engine.submit(submission("unseen"))
-    harness.engine.stop(0.0)
-    harness.runner.resume.set()
-    harness.engine.stop(WAIT_S)
-    events = harness.until(lambda events: sum(isinstance(e, Finished | Rejected) for e in events) == 2)
-    outcomes = {e.key.request_id: e for e in events if isinstance(e, Finished | Rejected)}
-    assert isinstance(outcomes["seen"], Finished)
-    unseen = outcomes["unseen"]
-    assert "draining" in (getattr(unseen, "reason", ""), getattr(unseen, "outcome", ""))
+@pytest.mark.parametrize("end", ["stop", "failure"])
+def test_what_was_sent_and_not_seen_when_the_engine_ended_is_refused(
+    make: MakeHarness, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = make().start()
+
+    def send_unseen() -> None:
+        """Runs among the commands of one turn, so what it sends is for a turn that never comes."""
+        if end == "stop":
+            harness.engine._inbox.send(Stop())
+            harness.engine.ping(lambda: harness.engine.submit(submission("unseen")))
+        else:
+            harness.engine.submit(submission("unseen"))
+            raise RuntimeError("no more")
+
+    with caplog.at_level(logging.CRITICAL):
+        harness.engine.ping(send_unseen)
+        [refused] = harness.until(bool)
+    assert isinstance(refused, Rejected)
+    assert (refused.reason, refused.retryable) == ("draining", True)
+    assert harness.tape.rejects == [("acme", "draining")]
 
 
 @pytest.mark.parametrize("at_step", [1, 2, 5])
