@@ -1,0 +1,192 @@
+"""What it costs that a row joins or leaves, by the length of the rows beside it; mlx-lm in the same run.
+
+    python benchmarks/join_leave.py --lengths 100,1000,4000 --siblings 6
+
+Cost is host and device time together: from the join until the newcomer's first token, its own prefill
+included, less the steady steps in it; from the leave until the next token, less a steady step. Prints a table
+and, with `--out`, adds a JSON line to a file.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mlxd.batching.blas import ensure_blas
+
+blas = ensure_blas()  # before anything imports mlx
+
+import mlx.core as mx  # noqa: E402
+from mlx_lm.generate import BatchGenerator  # noqa: E402
+from models import load, make_runner  # noqa: E402
+
+from mlxd.batching.driver import Driver  # noqa: E402
+
+if TYPE_CHECKING:
+    from models import BenchModel
+
+    from mlxd.batching.mlx_runner import MlxRunner
+    from mlxd.batching.row import Row
+
+_NEWCOMER = tuple(range(1, 9))
+_STEADY_STEPS = 3
+_MOST_STEPS = 4096
+
+
+class Side(Protocol):
+    """An engine whose rows join, step and leave; each call returns when the device is done."""
+
+    def join(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Take them in, up to their first tokens; decode steps that all rows took on the way."""
+        ...
+
+    def step(self) -> None: ...
+
+    def leave(self) -> None:
+        """The row that joined last goes."""
+        ...
+
+
+class Ours:
+    def __init__(self, runner: "MlxRunner") -> None:
+        self._driver = Driver(runner, runner.info.memory)
+        self._last: Row | None = None
+
+    def join(self, prompts: Sequence[Sequence[int]]) -> int:
+        rows = [self._driver.join(prompt) for prompt in prompts]
+        self._driver.prefill(rows)
+        self._driver.decode()
+        self._last = rows[-1]
+        return 1
+
+    def step(self) -> None:
+        self._driver.decode()
+
+    def leave(self) -> None:
+        assert self._last is not None
+        self._driver.leave(self._last)
+
+
+class MlxLm:
+    def __init__(self, bench: "BenchModel") -> None:
+        self._generator = BatchGenerator(bench.model, max_tokens=_MOST_STEPS)
+        self._last = -1
+
+    def join(self, prompts: Sequence[Sequence[int]]) -> int:
+        waiting = set(self._generator.insert([list(prompt) for prompt in prompts]))
+        self._last = max(waiting)
+        steps = 0
+        while waiting:
+            _, responses = self._generator.next()
+            waiting -= {response.uid for response in responses}
+            steps += bool(responses)
+        self._wait()
+        return steps
+
+    def step(self) -> None:
+        self._generator.next()
+        self._wait()
+
+    def leave(self) -> None:
+        self._generator.remove([self._last])
+
+    def _wait(self) -> None:
+        mx.synchronize(self._generator.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Milliseconds: of a join and a leave beyond the steps in it, and of a steady step."""
+
+    join_ms: float
+    leave_ms: float
+    step_ms: float
+
+
+def measure(side: Side, length: int, siblings: int, rounds: int, vocab_size: int) -> Cost:
+    """In each round a newcomer joins `siblings` rows of `length` and leaves; the lowest times of all rounds.
+
+    The lowest, since whatever else the machine does only adds: a steady step is long beside a join.
+    """
+    side.join([[(7 * row + i) % vocab_size for i in range(length)] for row in range(siblings)])
+    lowest = dict.fromkeys(("join", "joined", "leave", "left"), math.inf)
+    taken = 0
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        taken = side.join([_NEWCOMER])
+        lowest["join"] = min(lowest["join"], time.perf_counter() - begun)
+        lowest["joined"] = min(lowest["joined"], *_steady_s(side))
+        lowest["leave"] = min(lowest["leave"], _timed(lambda: (side.leave(), side.step())))
+        lowest["left"] = min(lowest["left"], *_steady_s(side))
+    return Cost(
+        join_ms=1e3 * (lowest["join"] - taken * lowest["joined"]),
+        leave_ms=1e3 * (lowest["leave"] - lowest["left"]),
+        step_ms=1e3 * lowest["left"],
+    )
+
+
+def _steady_s(side: Side) -> list[float]:
+    return [_timed(side.step) for _ in range(_STEADY_STEPS)]
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    options = _options()
+    bench = load(options.model)
+    steps = options.rounds * (2 + 2 * _STEADY_STEPS) + 2
+    found: dict[str, dict[str, dict[str, float]]] = {"mlxd": {}, "mlx-lm": {}}
+    print(f"{'siblings of':>12} {'engine':>8} {'join ms':>9} {'leave ms':>9} {'step ms':>9}")
+    for length in options.lengths:
+        runner = make_runner(
+            bench,
+            max_rows=options.siblings + 1,
+            max_model_len=length + steps,
+            page_size=64,
+            attention=options.attention,
+            compile="off",
+        )
+        for name, side in (("mlxd", Ours(runner)), ("mlx-lm", MlxLm(bench))):
+            cost = measure(side, length, options.siblings, options.rounds, bench.vocab_size)
+            found[name][str(length)] = {
+                "join_ms": round(cost.join_ms, 3),
+                "leave_ms": round(cost.leave_ms, 3),
+                "step_ms": round(cost.step_ms, 3),
+            }
+            print(f"{length:>12} {name:>8} {cost.join_ms:>9.2f} {cost.leave_ms:>9.2f} {cost.step_ms:>9.2f}")
+    if options.out:
+        line = {
+            "benchmark": "join_leave",
+            "model": bench.name,
+            "blas": blas.name,
+            "siblings": options.siblings,
+        }
+        with options.out.open("a") as file:
+            file.write(json.dumps(line | {"cost": found}) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--siblings", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--attention", default="in_place", choices=["in_place", "gathered"])
+    parser.add_argument("--lengths", type=_lengths, default=[100, 1000, 4000])
+    parser.add_argument("--out", type=Path, help="file to add a JSON line to")
+    return parser.parse_args()
+
+
+def _lengths(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
