@@ -31,23 +31,29 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def take(self, event: Tokens) -> bool:
-        """False: a stop string ended the text by now."""
-        if self.stream is None:
-            self.token_ids += event.token_ids
-            self.logprobs += event.logprobs
-            return True
-        if not self.stream.stopped:
-            self.token_ids += event.token_ids
-            self.logprobs += event.logprobs
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string ended the text."""
+        return self.stream is not None and self.stream.stopped
+
+    def take(self, event: Tokens) -> None:
+        if self.is_stopped:
+            return
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        if self.stream is not None:
             self.text += self.stream.push([t for t in event.token_ids if t not in self.ending])
-        return not self.stream.stopped
 
     def finish(self, event: Finished) -> Completion:
         if self.stream is not None:
             self.text += self.stream.finish()
-        usage = Usage(event.usage.prompt_tokens, len(self.token_ids))
-        return Completion(self.text, tuple(self.token_ids), event.outcome, usage, tuple(self.logprobs))
+        return Completion(
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason="stop" if self.is_stopped else event.outcome,
+            usage=Usage(event.usage.prompt_tokens, len(self.token_ids)),
+            logprobs=tuple(self.logprobs),
+        )
 
 
 class LocalClient:
@@ -116,7 +122,8 @@ class LocalClient:
                     retry_after_ms=event.retry_after_ms,
                 )
             case Tokens():
-                if not answer.take(event):
+                answer.take(event)
+                if answer.is_stopped:
                     self._engine.cancel(event.key, "stop")
             case Finished():
                 del self._open[event.key]

@@ -65,6 +65,7 @@ class EngineLoop:
             self._turn()
         self._events += self._scheduler.end_all("draining", "draining", _STOPPED, self._clock())
         self._refuse_unseen(_STOPPED)
+        self._tell(self._state)
         while self._launched:
             self._launched.popleft().step.wait()
         self._tell("stopped")

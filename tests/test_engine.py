@@ -6,15 +6,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
+import text_tokenizers
+from msgspec.structs import replace
 from scheduling import VOCAB, Tape, make_config, make_tenant, submission
 
 from mlxd.batching.errors import ModelError
 from mlxd.batching.fake_runner import FakeRunner, fake_completion, fake_memory
 from mlxd.batching.runner import Progress, Runner
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler.config import Config
+from mlxd.scheduler.config import Config, ModelConfig
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
@@ -379,6 +382,24 @@ def test_generate_completes_token_prompts_in_order_beyond_the_queue_limit() -> N
     assert again == completions[:1]
     assert {c.finish_reason for c in completions} == {"length"}
     assert completions[0].usage.completion_tokens == 5
+
+
+def test_generate_ends_a_text_before_its_stop_string(tmp_path: Path) -> None:
+    tokenizer = text_tokenizers.byte_level()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    sampling = SamplingParams(max_tokens=40, seed=1)
+    config = replace(make_config(), model=ModelConfig(path=str(tmp_path)))
+    with Engine(config, runner_factory=lambda c, p: FakeRunner(fake_memory(), vocab_size=size)) as engine:
+        [whole] = engine.generate(["the end is not"], sampling)
+        assert whole.text == tokenizer.decode(list(whole.token_ids))
+        assert whole.usage.prompt_tokens == len(tokenizer.encode("the end is not").ids)
+        stop = whole.text[20:23]
+        [cut] = engine.generate(["the end is not"], replace(sampling, stop=(stop,)))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert cut.usage.completion_tokens == len(cut.token_ids) < 40
 
 
 @pytest.mark.parametrize(
