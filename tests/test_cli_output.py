@@ -1,0 +1,107 @@
+"""Tables, progress and log lines; the demo and the memory plan of the real model."""
+
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mlxd.batching.fake_runner import fake_memory
+from mlxd.scheduler import cli
+from mlxd.scheduler.config import Config, TenantConfig
+from mlxd.scheduler.logs import configure_logging
+from mlxd.scheduler.progress import ProgressBars
+from mlxd.scheduler.tables import plan_tables, show_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (2**50, "1024 TiB")],
+)
+def test_sizes_are_shown_in_binary_units(size: int, shown: str) -> None:
+    assert show_bytes(size) == shown
+
+
+def test_the_plan_names_each_group_and_tenant_even_with_brackets_in_a_path() -> None:
+    out = io.StringIO()
+    config = Config(
+        version=1, tenants=(TenantConfig(name="acme", token_sha256="0" * 64, weight=3, operator=True),)
+    )
+    plan = fake_memory(max_rows=2, max_model_len=64, window=32)
+    Console(file=out, width=100).print(plan_tables(config, "/models/[bold]x", "OpenBLAS", plan))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["model", "/models/[bold]x"] in lines
+    assert ["full", "1", "64", "16", "8", "4", "8", "KiB"] in lines
+    assert any(line[:1] == ["sliding:32"] for line in lines)
+    assert ["acme", "3", "32", "256", "100%", "yes"] in lines
+
+
+def test_progress_off_a_terminal_is_a_line_a_quarter() -> None:
+    out = io.StringIO()
+    with ProgressBars(Console(file=out)) as bars:
+        for percent in range(101):
+            bars("load", percent / 100)
+        bars("trace", 1.0)
+    lines = [f"mlxd: load {percent}%" for percent in (0, 25, 50, 75, 100)]
+    assert out.getvalue().splitlines() == [*lines, "mlxd: trace 100%"]
+
+
+def test_bars_on_a_terminal_end_with_their_stages_and_begin_again() -> None:
+    out = io.StringIO()
+    stderr = sys.stderr
+    with ProgressBars(Console(file=out, force_terminal=True, width=80)) as bars:
+        bars("load", 0.5)
+        assert sys.stderr is not stderr, "log lines must go above running bars"
+        bars("load", 1.0)
+        assert sys.stderr is stderr
+        bars("trace", 0.2)
+    assert sys.stderr is stderr
+    assert "load" in out.getvalue()
+    assert "100%" in out.getvalue()
+    assert "trace" in out.getvalue()
+
+
+@pytest.fixture
+def _logging_as_before() -> Iterator[None]:
+    logger = logging.getLogger("mlxd")
+    before = logger.handlers, logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate, logger.level = before
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+def test_a_log_line_holds_time_level_and_module(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    logging.getLogger("mlxd.scheduler.x").debug("hidden")
+    logging.getLogger("mlxd.scheduler.x").info("ready model=%s", "m")
+    (line,) = capsys.readouterr().err.splitlines()
+    fields = line.split(" ")
+    assert [field.partition("=")[0] for field in fields[:3]] == ["ts", "level", "module"]
+    assert line.endswith(" ready model=m")
+
+
+@pytest.mark.slow
+def test_check_prints_the_plan_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["check", str(ROOT / "deploy/demo.yaml")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["max", "context", "1024", "tokens"] in lines
+    assert any(line[:3] == ["full", "30", "46080"] for line in lines)
+    assert any(line[:2] == ["acme", "3"] for line in lines)
+
+
+@pytest.mark.slow
+def test_the_demo_serves_both_tenants_and_ends_well() -> None:
+    command = [sys.executable, str(ROOT / "examples/demo.py")]
+    demo = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert demo.returncode == 0, demo.stderr
+    answers = [line for line in demo.stdout.splitlines() if " -> " in line]
+    assert sorted(answer.split()[0] for answer in answers) == ["acme"] * 6 + ["beta"] * 6
+    assert "The capital of France is Paris." in demo.stdout
+    assert 'mlxd_requests_total{outcome="stop",tenant="acme"}' in demo.stdout
+    assert "the daemon ended with code 0" in demo.stdout
