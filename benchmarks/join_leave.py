@@ -9,7 +9,7 @@ and, with `--out`, adds a JSON line to a file.
 
 import argparse
 import json
-import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,29 +108,25 @@ class Cost:
 
 
 def measure(side: Side, length: int, siblings: int, rounds: int, vocab_size: int) -> Cost:
-    """In each round a newcomer joins `siblings` rows of `length` and leaves; the lowest times of all rounds.
+    """In each round a newcomer joins `siblings` rows of `length` and leaves; medians over rounds.
 
-    The lowest, since whatever else the machine does only adds: a steady step is long beside a join.
+    Calls are compared with the steady steps right after them, since a shared machine's speed drifts.
     """
     side.join([[(7 * row + i) % vocab_size for i in range(length)] for row in range(siblings)])
-    lowest = dict.fromkeys(("join", "joined", "leave", "left"), math.inf)
-    taken = 0
+    joins, leaves, steps = [], [], []
     for _ in range(rounds):
         begun = time.perf_counter()
         taken = side.join([_NEWCOMER])
-        lowest["join"] = min(lowest["join"], time.perf_counter() - begun)
-        lowest["joined"] = min(lowest["joined"], *_steady_s(side))
-        lowest["leave"] = min(lowest["leave"], _timed(lambda: (side.leave(), side.step())))
-        lowest["left"] = min(lowest["left"], *_steady_s(side))
-    return Cost(
-        join_ms=1e3 * (lowest["join"] - taken * lowest["joined"]),
-        leave_ms=1e3 * (lowest["leave"] - lowest["left"]),
-        step_ms=1e3 * lowest["left"],
-    )
+        join_s = time.perf_counter() - begun
+        joins.append(join_s - taken * _steady_s(side))
+        leave_s = _timed(lambda: (side.leave(), side.step()))
+        steps.append(_steady_s(side))
+        leaves.append(leave_s - steps[-1])
+    return Cost(*(1e3 * statistics.median(times) for times in (joins, leaves, steps)))
 
 
-def _steady_s(side: Side) -> list[float]:
-    return [_timed(side.step) for _ in range(_STEADY_STEPS)]
+def _steady_s(side: Side) -> float:
+    return statistics.median(_timed(side.step) for _ in range(_STEADY_STEPS))
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -177,7 +173,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--siblings", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--attention", default="in_place", choices=["in_place", "gathered"])
     parser.add_argument("--lengths", type=_lengths, default=[100, 1000, 4000])
     parser.add_argument("--out", type=Path, help="file to add a JSON line to")
