@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -167,3 +170,17 @@ def test_the_verbs_reach_a_daemon_over_its_sockets(
         assert cli.run(["drain"]) == 0
         running.join()
     assert running.exit_code == 0
+
+
+def test_the_asyncio_example_runs_against_a_daemon(tmp_path: Path) -> None:
+    example = Path(__file__).resolve().parent.parent / "examples/async_stream.py"
+    with wire_daemon(tmp_path) as running:
+        access = {"MLXD_ENDPOINT": running.config.server.submit, "MLXD_TOKEN": token("acme")}
+        shown = subprocess.run(
+            [sys.executable, str(example)],
+            env=os.environ | access,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    assert sorted(line.split()[0] for line in shown.splitlines()) == ["The", "The", "Water"]
