@@ -104,6 +104,7 @@ def _self_test(
             runner.set_attention(name)
             rows = slice(None) if together else slice(0, 1)
             fault = fault_in(runner, memory, oracle[rows], ragged[rows])
+            runner.reset()
             if fault is None:
                 right.append(name)
             else:

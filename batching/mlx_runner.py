@@ -99,7 +99,6 @@ class MlxRunner:
             for layer, g in zip(layers, self._layer_groups, strict=True)
         ]
         join_signatures(self._caches)  # raises before any row runs where a kind cannot say what it is
-        self._batch = Batch(info.vocab_size)
         self.step = DecodeStep(model, self._caches, self._groups)
         self._attention: dict[int, DecodeVariant] = {}
         self._default_attention = variant("gathered")
@@ -107,7 +106,14 @@ class MlxRunner:
         self._trace_s = 0.0
         self.done_at = 0.0
         install_seam(model)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty pools, and no row known: as new, also after a step that failed."""
+        for cache in self._caches:
+            cache.reset()
         mx.eval([cache.state() for cache in self._caches])
+        self._batch = Batch(self.info.vocab_size)
 
     @property
     def dtype(self) -> mx.Dtype:

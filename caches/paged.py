@@ -92,9 +92,14 @@ class PagedRows:
     def __init__(self, shape: LayerShape, group: RowGroup, num_pages: int) -> None:
         self.shape = shape
         self.group = group
-        size = group.spec.page_size
-        self.keys = mx.zeros((num_pages + 1, shape.n_kv_heads, size, shape.key_dim), shape.dtype)
-        self.values = mx.zeros((num_pages + 1, shape.n_kv_heads, size, shape.value_dim), shape.dtype)
+        self._num_pages = num_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty pools, as new: also after an evaluation that failed, which the old arrays would repeat."""
+        shape, pages, size = self.shape, self._num_pages + 1, self.group.spec.page_size
+        self.keys = mx.zeros((pages, shape.n_kv_heads, size, shape.key_dim), shape.dtype)
+        self.values = mx.zeros((pages, shape.n_kv_heads, size, shape.value_dim), shape.dtype)
         self._offsets: tuple[int, ...] = ()
         self._round: tuple[int, ...] | None = None
 
