@@ -22,6 +22,16 @@ def show_bytes(size: int) -> str:
     return f"{value:.4g} {_UNITS[unit]}"
 
 
+def summarise_buckets(buckets: Sequence[str]) -> str:
+    """What the traced graphs cover: ("rows=1 pages=2", "rows=4 pages=2") -> "2: rows=1,4 pages=2"."""
+    values: dict[str, dict[str, None]] = {}
+    for part in " ".join(buckets).split():
+        key, _, value = part.partition("=")
+        values.setdefault(key, {})[value] = None
+    parts = [f"{key}={','.join(seen)}" for key, seen in values.items()]
+    return f"{len(buckets)}: {' '.join(parts)}" if buckets else "none"
+
+
 def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> RenderableType:
     """The memory plan of a configuration, and its tenants."""
     facts = _facts(
@@ -91,7 +101,7 @@ def status_tables(status: StatusReply) -> RenderableType:
             f"{status.graph_failures} failures",
         ),
         ("steps by kind", f"{status.compiled_steps} compiled, {status.eager_steps} eager"),
-        ("buckets", " ".join(status.buckets) or "none"),
+        ("buckets", summarise_buckets(status.buckets)),
         *status.notes.items(),
     )
     tenants = _table(

@@ -15,7 +15,7 @@ from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.progress import ProgressBars
-from mlxd.scheduler.tables import plan_tables, show_bytes
+from mlxd.scheduler.tables import plan_tables, show_bytes, summarise_buckets
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 )
 def test_sizes_are_shown_in_binary_units(size: int, shown: str) -> None:
     assert show_bytes(size) == shown
+
+
+def test_buckets_are_summed_up_by_what_they_cover() -> None:
+    assert summarise_buckets(()) == "none"
+    assert summarise_buckets(("rows=1 pages=2", "rows=4 pages=2")) == "2: rows=1,4 pages=2"
 
 
 def test_the_plan_names_each_group_and_tenant_even_with_brackets_in_a_path() -> None:
