@@ -235,6 +235,9 @@ class Engine:
 
 def load_model_runner(config: Config, progress: Progress) -> Runner:
     """The configured model on MLX. Imports MLX, so that clients and tests need not."""
+    from mlxd.batching.blas import ensure_blas
+
+    ensure_blas()  # MLX takes the BLAS that is there when it is imported
     from mlxd.batching.load import load_runner
 
     return load_runner(
