@@ -125,3 +125,14 @@ def test_an_idle_tenant_leaves_its_share_to_others_and_earns_no_credit() -> None
     served = finish_order(world)[before:]
     assert before > 20
     assert abs(served.count("idle") - served.count("busy")) <= 2
+
+
+def test_fair_needs_hardly_more_steps_than_fcfs() -> None:
+    turns = {}
+    for policy in ("fcfs", "fair"):
+        tenants = [make_tenant(name, max_waiting=300) for name in ("a", "b", "c")]
+        world = World(make_config(*tenants, policy=policy, max_rows=8))
+        backlog(world, {"a": 120, "b": 40, "c": 10})
+        world.run()
+        turns[policy] = world.now
+    assert turns["fair"] <= 1.05 * turns["fcfs"]
