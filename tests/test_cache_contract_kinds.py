@@ -81,7 +81,7 @@ class Keeping(nn.Module):
     """A model that wants the given caches and would be llama otherwise."""
 
     def __init__(self, caches: list[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._caches = caches
         self._model = tiny_model("llama")
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from tiny_models import Rig, edge_lengths, make_rig, oracle, pools_are_whole, prompt_of, stored_bytes
 
 from mlxd.batching.driver import Driver
-from mlxd.batching.mlx_runner import MlxRunner, MlxStep
 from mlxd.batching.plan import StepPlan
 from mlxd.batching.row import Row
-from mlxd.batching.runner import RunnerCounters, RunnerInfo
+from mlxd.batching.runner import PendingStep
 from mlxd.batching.sampling_params import SamplingParams
 
 MAX_ROWS = 4
@@ -86,27 +85,17 @@ def test_any_order_in_each_kind_of_model(attention: str, family: str, actions: l
     run_actions(family, world_of(family, attention, True), actions)
 
 
-class ChunkLog:
-    """A runner that notes the prefill chunks it is given, by row."""
+class NotingDriver(Driver):
+    """Notes the ends of the prefill chunks it launches, by row."""
 
-    def __init__(self, runner: MlxRunner) -> None:
-        self._runner = runner
-        self.ends: dict[int, list[int]] = {}
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig.runner, rig.memory)
+        self.chunk_ends: dict[int, list[int]] = {}
 
-    @property
-    def info(self) -> RunnerInfo:
-        return self._runner.info
-
-    def launch(self, plan: StepPlan) -> MlxStep:
+    def _launch(self, plan: StepPlan) -> PendingStep:
         for chunk in plan.prefill:
-            self.ends.setdefault(chunk.row.row_id, []).append(chunk.end)
-        return self._runner.launch(plan)
-
-    def counters(self) -> RunnerCounters:
-        return self._runner.counters()
-
-    def close(self) -> None:
-        self._runner.close()
+            self.chunk_ends.setdefault(chunk.row.row_id, []).append(chunk.end)
+        return super()._launch(plan)
 
 
 @dataclass(slots=True)
@@ -121,8 +110,7 @@ class Siblings:
 
 def live_with(rig: Rig, sampling: SamplingParams, *, visited: bool) -> Siblings:
     """Two rows decode and a third prefills while a visitor joins, decodes and leaves; 18 steps in all."""
-    seen, log = Siblings(), ChunkLog(rig.runner)
-    driver = Driver(log, rig.memory)
+    seen, driver = Siblings(), NotingDriver(rig)
     rows = [driver.join(prompt_of(length, seed=1), sampling, seed=length) for length in (30, 7)]
     driver.prefill()
     lived = 0
@@ -153,7 +141,7 @@ def live_with(rig: Rig, sampling: SamplingParams, *, visited: bool) -> Siblings:
         assert [list(table.pages) for row in rows for table in row.tables] == before
     live(6)
     seen.tokens = [row.output for row in rows]
-    seen.chunk_ends = [log.ends[row.row_id] for row in rows]
+    seen.chunk_ends = [driver.chunk_ends[row.row_id] for row in rows]
     for row in rows:
         driver.leave(row)
     assert pools_are_whole(driver)

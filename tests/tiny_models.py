@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -88,13 +88,13 @@ def tiny_model(family: str) -> nn.Module:
     config = {**_COMMON, "model_type": entry.module, "sliding_window": entry.window, **entry.config}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     rng = np.random.default_rng(1)
-    model.update(
-        tree_unflatten(
-            [(name, _random(name, value, rng)) for name, value in tree_flatten(model.parameters())]
-        )
-    )
+    model.update(tree_unflatten([(name, _random(name, value, rng)) for name, value in parameters_of(model)]))
     mx.eval(model.parameters())
     return model
+
+
+def parameters_of(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
 
 
 def _random(name: str, value: mx.array, rng: np.random.Generator) -> mx.array:
@@ -144,7 +144,7 @@ def make_rig(
     memory = plan_memory(
         group_specs(layers, page_size),
         budget_bytes=budget_bytes,
-        weights_bytes=sum(value.nbytes for _, value in tree_flatten(model.parameters())),
+        weights_bytes=sum(value.nbytes for _, value in parameters_of(model)),
         max_rows=max_rows,
         max_model_len=max_model_len,
         chunk=max(CHUNK, page_size),
