@@ -198,8 +198,7 @@ class Engine:
             loop = self._make_loop(runner)
             self._info = runner.info
             loop.run()
-        except ModelError as error:
-            logger.error("model cannot be served: %s", error)
+        except ModelError as error:  # not logged: whoever waits for the model gets it and says so
             self._fail(error, loop)
         except Exception as error:  # the one place: whatever went wrong, clients are told and the engine ends
             logger.exception("engine failed")
