@@ -1,0 +1,64 @@
+"""A daemon that is as always, but its engine breaks: `python faulty_daemon.py raise|hang CONFIG`."""
+
+import asyncio
+import sys
+import threading
+from functools import partial
+
+from mlxd.batching.plan import StepPlan
+from mlxd.batching.runner import PendingStep, Progress, Runner, RunnerCounters, RunnerInfo
+from mlxd.metrics.health import judge
+from mlxd.metrics.prometheus import PrometheusRecorder
+from mlxd.scheduler import server
+from mlxd.scheduler.config import Config
+from mlxd.scheduler.engine import Engine, load_model_runner
+from mlxd.scheduler.logs import configure_logging
+
+FAULTY_STEP = 40
+STALL_S = 0.5
+"""Stands for the half minute that health waits: steps of the tiny model take milliseconds."""
+
+
+class FaultyRunner:
+    """The real runner of the real model, up to `FAULTY_STEP`."""
+
+    def __init__(self, runner: Runner, fault: str) -> None:
+        self._runner = runner
+        self._fault = fault
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._runner.info
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        if plan.step_id == FAULTY_STEP:
+            if self._fault == "raise":
+                raise RuntimeError("the device is gone")
+            threading.Event().wait()
+        return self._runner.launch(plan)
+
+    def maintain(self) -> bool:
+        return self._runner.maintain()
+
+    def counters(self) -> RunnerCounters:
+        return self._runner.counters()
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def main(fault: str, path: str) -> int:
+    configure_logging("info")
+    config = Config.load(path)
+    recorder = PrometheusRecorder([tenant.name for tenant in config.tenants], version="test")
+
+    def make_runner(config: Config, progress: Progress) -> Runner:
+        return FaultyRunner(load_model_runner(config, progress), fault)
+
+    engine = Engine(config, runner_factory=make_runner, recorder=recorder)
+    return asyncio.run(server.Server(config, engine=engine, recorder=recorder).serve())
+
+
+if __name__ == "__main__":
+    server.judge = partial(judge, stall_s=STALL_S)  # type: ignore[attr-defined]
+    sys.exit(main(*sys.argv[1:]))
