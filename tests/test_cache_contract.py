@@ -158,8 +158,7 @@ class TestEveryKind:
     def test_a_step_that_is_abandoned_leaves_no_trace(self, kind: str) -> None:
         layer = layer_at(kind, (5, 3))
         layer.bind()
-        plan = layer.cache.prepare_decode_step()
-        layer.cache.decode_slot(plan)
+        layer.cache.decode_slot(layer.cache.prepare_decode_step())
         layer.append()
         assert_donates(layer)
 
@@ -201,6 +200,13 @@ class TestEveryKind:
             assert layer.cache.rope_offsets is None
             assert sum(array.nbytes for array in layer.cache.state()) == 0
 
+    def test_a_reset_leaves_nothing_behind(self, kind: str) -> None:
+        layer = layer_at(kind, (5, 3))
+        layer.cache.reset()
+        assert layer.cache.row_offsets == ()
+        assert not any(np.array(pool).any() for pool in layer.cache.state())
+        assert [pool.shape[0] for pool in layer.cache.state()] == [NUM_PAGES + 1] * 2
+
     def test_scrub_zeroes_its_pages_and_no_other(self, kind: str) -> None:
         layer = layer_at(kind, (5,))
         first, second = layer.tables[0].pages
@@ -218,10 +224,7 @@ class TestEveryKind:
         layer.offsets = list(layer.cache.row_offsets)
         layer.append(4)
         assert_donates(layer)
-
-    def test_trim_stops_at_zero(self, kind: str) -> None:
-        layer = layer_at(kind, (5, 3))
-        layer.cache.trim(4)
+        layer.cache.trim(6)
         assert layer.cache.row_offsets == (1, 0)
 
     @pytest.mark.parametrize("keep", [(0, 0), (3, 1), (2, 3), (3, 3)])
