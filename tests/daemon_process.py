@@ -31,7 +31,8 @@ from mlxd.scheduler.client import Client
 from mlxd.scheduler.config import CacheConfig, Config, DecodeConfig, ModelConfig, SchedulerConfig
 
 SERVE = (sys.executable, "-m", "mlxd.scheduler", "serve")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+QUICK_START = DecodeConfig(compile="off", attention="in_place", warmup_s=1)
 _PROGRESS = re.compile(r"mlxd: [\w-]+ \d+%")
 _SCRAPE_INTERVAL_S = 0.02
 
@@ -68,6 +69,7 @@ def process_config(
     *,
     server: Mapping[str, Any] | None = None,
     scheduler: Mapping[str, Any] | None = None,
+    decode: DecodeConfig = QUICK_START,
     budget: str = "64MiB",
     max_model_len: int = 8192,
 ) -> Config:
@@ -79,7 +81,7 @@ def process_config(
         model=ModelConfig(path=str(model), max_model_len=max_model_len),
         scheduler=SchedulerConfig(**({"max_rows": 16, "prefill_chunk": 64} | dict(scheduler or {}))),
         cache=CacheConfig(budget=budget),
-        decode=DecodeConfig(compile="off", attention="in_place", warmup_s=1),
+        decode=decode,
     )
 
 

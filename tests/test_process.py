@@ -118,7 +118,12 @@ REFUSED = [
     ("version", 2, 2, r"{file}:1: version is 2; it must be .*"),
     ("scheduler.max_rows", 0, 2, r"{file}:1: scheduler.max_rows is 0; it must be .*"),
     ("server.submit", "tcp://0.0.0.0:7000", 2, r"{file}:1: server.submit is 'tcp://0.0.0.0:7000'; .*"),
-    ("server.submit", "ipc://{folder}/no-socket", 2, r"ipc://{folder}/no-socket: a file that is no socket.*"),
+    (
+        "server.submit",
+        "ipc://{folder}/no-socket",
+        2,
+        r"ipc://{folder}/no-socket: a file that is not.*",
+    ),
     ("server.control", "ipc://{folder}/none/c", 2, r"ipc://\S*: the folder {folder}/none does not exist"),
     ("server.metrics", "{taken}", 2, r"server.metrics: .* '{taken}': Address already in use"),
     ("model.path", "{folder}/none", 1, r"model '{folder}/none' is no folder, hub name or built-in model .*"),
