@@ -7,11 +7,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.fast_exp import exp_of_difference
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
 
 _SEAM = "scaled_dot_product_attention"
-_MASKED = -1e9
 
 
 class Gathered:
@@ -79,13 +79,12 @@ class InPlace:
             lhs_indices=mx.broadcast_to(query, pages.shape),
             rhs_indices=pages,
         )  # [B, heads, T, group, size]
-        valid = view.valid.reshape(batch, 1, width, 1, size)
-        scores = mx.where(valid, scores.astype(mx.float32), _MASKED)
+        scores = scores.astype(mx.float32) + view.bias
         top = scores.max(axis=(2, 4), keepdims=True)
         if sinks is not None:
             sink = sinks.astype(mx.float32).reshape(1, heads, 1, group, 1)
             top = mx.maximum(top, sink)
-        weights = mx.exp(scores - top)
+        weights = exp_of_difference(scores, top)
         total = weights.sum(axis=(2, 4))
         if sinks is not None:
             total = total + mx.exp(sink - top).reshape(batch, heads, group)

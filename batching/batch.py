@@ -6,7 +6,6 @@ import mlx.core as mx
 
 from mlxd.batching.plan import DecodeEntry
 from mlxd.batching.sampler_state import Draw, SamplingBatch
-from mlxd.caches.row_group import row_bucket
 
 
 class Batch:
@@ -23,13 +22,14 @@ class Batch:
         self._tokens: mx.array | None = None
         self.sampling: SamplingBatch | None = None
 
-    def arrange(self, entries: Sequence[DecodeEntry]) -> tuple[mx.array, mx.array, SamplingBatch]:
-        """Inputs of the coming step.
+    def arrange(
+        self, entries: Sequence[DecodeEntry], bucket: int
+    ) -> tuple[mx.array, mx.array, SamplingBatch]:
+        """Inputs of the coming step, which has `bucket` rows, at least one an entry.
 
         Returns:
             tokens, positions: int32 [bucket], rows past the entries idle at position 0; the sampling state.
         """
-        bucket = row_bucket(len(entries))
         if self.sampling is None or not self.sampling.serves(entries, bucket):
             self.sampling = SamplingBatch(entries, bucket, self._vocab_size, self.sampling)
         positions = mx.array([e.position for e in entries] + [0] * (bucket - len(entries)), dtype=mx.int32)

@@ -159,14 +159,18 @@ class MlxRunner:
                         cache.scrub(index)
 
     def _decode(self, entries: Sequence[DecodeEntry]) -> tuple[Draw, bool]:
-        num_rows = row_bucket(len(entries))
+        # A graph is shared by all batches of its bucket; an eager step need not pay for idle rows.
+        exact = not self.step.enabled
+        bucket = row_bucket(len(entries))
+        num_rows = len(entries) if exact else bucket
+        offsets = [e.position for e in entries]
         for index, group in enumerate(self._groups):
-            group.bind([e.row.tables[index] for e in entries], [e.position for e in entries], num_rows)
-        tokens, positions, sampling = self._batch.arrange(entries)
+            group.bind([e.row.tables[index] for e in entries], offsets, num_rows, exact=exact)
+        tokens, positions, sampling = self._batch.arrange(entries, num_rows)
         drawn, compiled = self.step.run(
             tokens,
             positions,
-            self._attention.get(num_rows, self._default_attention),
+            self._attention.get(bucket, self._default_attention),
             sampling.shape,
             sampling.inputs(entries),
             may_trace=self._trace_s <= self._trace_bound_s,
@@ -185,15 +189,23 @@ class MlxRunner:
         return roots
 
     def trace(self, num_rows: int, widths: Sequence[int], sampling: SamplingParams) -> float:
-        """Run a step of idle rows, which compiles its bucket where it was not yet; seconds it took."""
+        """Run a step of idle rows, which compiles its bucket where it was not yet; seconds it took.
+
+        It costs what full rows of `widths` pages would.
+        """
         begun = time.perf_counter()
-        for group, width in zip(self._groups, widths, strict=True):
-            group.bind_idle(num_rows, width)
+        pools = [group.num_pages for group in self._memory.groups]
+        position = max(
+            group.bind_idle(num_rows, width, num_pages)
+            for group, width, num_pages in zip(self._groups, widths, pools, strict=True)
+        )
+        for group in self._groups:
+            group.shift_idle(position)
         entry = DecodeEntry(Row(0, sampling, 0, (0,), [], ()), 0, 0, 0)
         batch = Batch(self.info.vocab_size)
-        tokens, _, state = batch.arrange([entry] * num_rows)
-        positions = mx.zeros((num_rows,), mx.int32)
-        attention = self._attention.get(num_rows, self._default_attention)
+        tokens, _, state = batch.arrange([entry] * num_rows, num_rows)
+        positions = mx.full((num_rows,), position, mx.int32)
+        attention = self._attention.get(row_bucket(num_rows), self._default_attention)
         drawn, _ = self.step.run(
             tokens, positions, attention, state.shape, state.inputs([entry] * num_rows), may_trace=True
         )

@@ -23,14 +23,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_p: smallest set of tokens whose probability reaches it; (0, 1].
         top_k: keep the k likeliest; 0 keeps all.
         min_p: drop tokens below min_p times the likeliest one's probability; [0, 1].
-        repetition_penalty: divides positive logits (multiplies negative ones) of tokens seen in prompt or output; > 0.
-        presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for generated tokens; [-2, 2].
+        repetition_penalty: divides positive logits (multiplies negative ones) of tokens seen in prompt or
+            output; > 0.
+        presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for generated tokens;
+            [-2, 2].
         logit_bias: token id -> added to its logit, [-100, 100].
-        seed: 64-bit; the same seed and prompt give the same tokens, whoever shares the batch. None: the daemon picks.
+        seed: 64-bit; the same seed and prompt give the same tokens, whoever shares the batch. None: the
+            daemon picks.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end it, besides the model's own.
         ignore_eos: go on past the model's end-of-text token.
-        top_logprobs: report this many likeliest alternatives with each token (None: no log-probabilities, at most 20).
+        top_logprobs: report this many likeliest alternatives with each token, at most 20; None: no
+            log-probabilities.
     """
 
     max_tokens: int = 256
@@ -67,7 +71,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _length("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_LENGTH:
-                raise InvalidParamError("stop", f"{len(text)} characters", f"1 to {MAX_STOP_LENGTH} characters each")
+                raise InvalidParamError(
+                    "stop", f"{len(text)} characters", f"1 to {MAX_STOP_LENGTH} characters each"
+                )
         _length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token in self.stop_token_ids:
             _int("stop_token_ids", token, 0, vocab_size - 1)

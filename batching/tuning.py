@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxd.batching.mlx_runner import MlxRunner
-from mlxd.batching.runner import Progress
+from mlxd.batching.runner import Progress, ignore_progress
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.kinds import native_caches
 from mlxd.caches.row_group import row_bucket, width_bucket
@@ -21,7 +21,9 @@ GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0)
 
 
-def choose_chunk(model: nn.Module, prefill_ms: float, page_size: int, max_model_len: int) -> int:
+def choose_chunk(
+    model: nn.Module, prefill_ms: float, page_size: int, max_model_len: int, progress: Progress
+) -> int:
     """Tokens of a prefill chunk: the largest power of two that runs within `prefill_ms`, at least one page.
 
     Timed on the model's own caches, a prompt's first chunk; deeper chunks of a long prompt cost more.
@@ -30,6 +32,7 @@ def choose_chunk(model: nn.Module, prefill_ms: float, page_size: int, max_model_
     chunk = smallest
     _prefill_s(model, chunk)
     while chunk < min(_LARGEST_CHUNK, max_model_len):
+        progress("tune", 0.0)
         seconds = _prefill_s(model, chunk)
         if 2.2 * seconds * 1000 > prefill_ms:
             break
@@ -65,7 +68,11 @@ def best_s(run: Callable[[], float], repeats: int = _REPEATS) -> float:
 
 
 def choose_attention(
-    runner: MlxRunner, memory: MemoryPlan, right: Sequence[str], limit_s: float
+    runner: MlxRunner,
+    memory: MemoryPlan,
+    right: Sequence[str],
+    limit_s: float,
+    progress: Progress = ignore_progress,
 ) -> dict[int, dict[str, float]]:
     """Time the variants that passed the self-test and let the fastest serve each row bucket.
 
@@ -79,16 +86,18 @@ def choose_attention(
     width = widths[len(widths) // 2]
     times: dict[int, dict[str, float]] = {}
     begun = time.perf_counter()
-    for rows in _outside_in(row_buckets(runner.info.max_batch)):
+    buckets = row_buckets(runner.info.max_batch)
+    for rows in _outside_in(buckets):
         if times and time.perf_counter() - begun >= limit_s:
             break
         times[rows] = {}
         for name in right:
+            progress("tune", len(times) / len(buckets) / 2)
             runner.set_attention(name)
             times[rows][name] = best_s(lambda rows=rows: runner.trace(rows, width, GREEDY))  # type: ignore[misc]
     best = {
         rows: min(right, key=times[min(times, key=lambda measured: abs(measured - rows))].__getitem__)
-        for rows in row_buckets(runner.info.max_batch)
+        for rows in buckets
     }
     runner.set_attention(right[0], best)
     return dict(sorted(times.items()))
@@ -100,14 +109,21 @@ def _outside_in(values: Sequence[int]) -> list[int]:
     return ends + list(values[1:-1])
 
 
-def choose_compiled(runner: MlxRunner, memory: MemoryPlan) -> tuple[bool, float, float]:
-    """Whether the compiled step is the faster one at the largest row bucket; with both times in seconds."""
-    rows, width = row_bucket(runner.info.max_batch), reachable_widths(memory)[0]
+def choose_compiled(
+    runner: MlxRunner, memory: MemoryPlan, progress: Progress = ignore_progress
+) -> tuple[bool, float, float]:
+    """Whether the compiled step is the faster one, with both times in seconds.
+
+    Three rows to four places: a compiled step pays for its whole bucket, an eager one for the rows there are.
+    """
+    bucket, widths = row_bucket(runner.info.max_batch), reachable_widths(memory)
+    width = widths[len(widths) // 2]
     times = {}
-    for enabled in (True, False):
+    for enabled, rows in ((True, bucket), (False, max(1, bucket * 3 // 4))):
         runner.step.enabled = enabled
         runner.trace(rows, width, GREEDY)
-        times[enabled] = best_s(lambda: runner.trace(rows, width, GREEDY))
+        progress("tune", 0.75)
+        times[enabled] = best_s(lambda rows=rows: runner.trace(rows, width, GREEDY))  # type: ignore[misc]
     runner.step.enabled = times[True] <= times[False]
     return runner.step.enabled, times[True], times[False]
 

@@ -9,6 +9,9 @@ from mlxd.caches.page_pool import SCRATCH_PAGE
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.sizing import GroupSpec
 
+_BARRED = -1e9
+"""Added to a score it leaves a weight of 0; not -inf, so that a row with nothing to read stays finite."""
+
 
 class DecodeAttention(Protocol):
     """How one query position a row reads pages: one of the variants in mlxd.batching.attention."""
@@ -47,6 +50,7 @@ class PagedView:
         self._write_rows: dict[int, mx.array] = {}
         self._page_rows: dict[int, mx.array] = {}
         self._valid: mx.array | None = None
+        self._bias: mx.array | None = None
 
     @property
     def num_rows(self) -> int:
@@ -84,6 +88,14 @@ class PagedView:
             if self.spec.window is not None:
                 self._valid = self._valid & (columns > position - self.spec.window)
         return self._valid
+
+    @property
+    def bias(self) -> mx.array:
+        """float32 [B, 1, T, 1, page_size]: 0 where `valid`, else far below any score."""
+        if self._bias is None:
+            shape = (self.num_rows, 1, self.width, 1, self.spec.page_size)
+            self._bias = mx.where(self.valid, 0.0, _BARRED).reshape(shape)
+        return self._bias
 
 
 def write_position(pool: mx.array, new: mx.array, rows: mx.array) -> mx.array:

@@ -50,8 +50,13 @@ class RowGroup:
         self._table = np.zeros((0, 1), np.int32)
         self._start = np.zeros((0,), np.int32)
 
-    def bind(self, tables: Sequence[PageTable], offsets: Sequence[int], num_rows: int) -> None:
+    def bind(
+        self, tables: Sequence[PageTable], offsets: Sequence[int], num_rows: int, *, exact: bool = False
+    ) -> None:
         """Take these rows and the position each one writes next; `num_rows` counts idle ones too.
+
+        Args:
+            exact: make the table as wide as the widest row, not as its bucket: for eager steps.
 
         Raises:
             IndexError: a row has no room for its position. Device writes check no bounds.
@@ -60,16 +65,30 @@ class RowGroup:
             if not table.start <= offset < table.end:
                 raise IndexError(f"position {offset} is outside the pages held, [{table.start}, {table.end})")
         self.tables, self.offsets = tuple(tables), tuple(offsets)
-        stamp = (num_rows, *((id(table), table.version) for table in tables))
+        stamp = (num_rows, exact, *((id(table), table.version) for table in tables))
         if stamp != self._stamp:
             self._stamp = stamp
-            self._lay_out(num_rows, width_bucket(max((len(table.pages) for table in tables), default=1)))
+            widest = max((len(table.pages) for table in tables), default=1)
+            self._lay_out(num_rows, widest if exact else width_bucket(widest))
 
-    def bind_idle(self, num_rows: int, width: int) -> None:
-        """A step of idle rows, `width` page columns each: what a graph is traced with."""
+    def bind_idle(self, num_rows: int, width: int, num_pages: int) -> int:
+        """A step of idle rows, to trace a graph or to time it.
+
+        It reads pages 1..num_pages as full rows would, and writes to the scratch page.
+
+        Returns:
+            The position that all rows write; a larger one will do if the tables are moved by `shift_idle`.
+        """
         self.tables, self.offsets = (), ()
         self._stamp = ()
         self._lay_out(num_rows, width)
+        cells = np.arange(num_rows * (width - 1), dtype=np.int32) % num_pages + 1
+        self._table[:, :-1] = cells.reshape(num_rows, width - 1)
+        return width * self.spec.page_size - 1
+
+    def shift_idle(self, position: int) -> None:
+        """Let idle rows write `position`: their tables then hold the positions just up to it."""
+        self._start[:] = position + 1 - self.width * self.spec.page_size
 
     def _lay_out(self, num_rows: int, width: int) -> None:
         self.num_rows, self.width, self.changed = num_rows, width, True

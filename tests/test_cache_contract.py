@@ -258,8 +258,9 @@ class TestEveryKind:
     def test_idle_rows_write_only_the_scratch_page(self, kind: str) -> None:
         layer = layer_at(kind, (5,))
         before = [np.array(pool[1:]) for pool in layer.cache.state()]
-        layer.group.bind_idle(4, 2)
-        layer.tables, layer.offsets = [], [0, 0, 0, 0]
+        position = layer.group.bind_idle(4, 2, num_pages=3)
+        layer.group.shift_idle(position)
+        layer.tables, layer.offsets = [], [position] * 4
         plan = layer.cache.prepare_decode_step()
         slot = layer.cache.decode_slot(plan)
         stand_in = slot.trace(layer.cache.decode_inputs(plan, layer.step()), layer.step())
