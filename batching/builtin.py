@@ -69,7 +69,8 @@ def pull(name: str, progress: Progress) -> Path:
     if folder.is_dir():
         return folder
     try:
-        with exclusive_lock(folder.with_name(f".{folder.name}.lock")):
+        lock = folder.with_name(f".{folder.name}.lock")
+        with exclusive_lock(lock, while_waiting=lambda: progress("download", 0.0)):
             if not folder.is_dir():
                 _build(BUILTIN[name], folder, progress)
     except OSError as error:

@@ -2,6 +2,10 @@
 
 import gc
 import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -21,6 +25,26 @@ logger = logging.getLogger(__name__)
 _VARIANTS = ("in_place", "gathered")
 
 
+@contextmanager
+def _nothing_left_on_error() -> Iterator[None]:
+    """Where the block raises, free what its frames hold, then this thread's streams.
+
+    A thread that ends with streams of its own may abort the process at exit.
+    """
+    try:
+        yield
+    except BaseException as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        gc.collect()
+        mx.clear_cache()
+        mx.clear_streams()
+        raise
+
+
+@_nothing_left_on_error()
 def load_runner(
     *,
     model_path: str,
@@ -40,7 +64,8 @@ def load_runner(
     Args:
         max_model_len: None takes the model's own context.
         budget, page_size, compile, attention, warmup_s: as in the configuration.
-        progress: told of "download", "convert", "load", "self-test", "tune", "trace".
+        progress: told of "download", "convert", "load", "self-test", "tune", "trace"; may end the load by an
+            error of its own.
 
     Raises:
         ModelError: the model cannot be loaded, has a cache kind that is not supported, or is wrong even one
@@ -55,7 +80,7 @@ def load_runner(
     progress("tune", 0.0)
     chunk = prefill_chunk
     if chunk == "auto":
-        chunk = tuning.choose_chunk(loaded.model, prefill_ms, size, loaded.max_model_len)
+        chunk = tuning.choose_chunk(loaded.model, prefill_ms, size, loaded.max_model_len, progress)
     memory = plan_for(
         layers,
         weights_bytes=loaded.weights_bytes,
@@ -96,14 +121,18 @@ def _self_test(
     """
     runner.step.enabled = False
     ragged = prompts(memory, loaded.vocab_size)
-    oracle = [oracle_logprobs(loaded.model, prompt) for prompt in ragged]
+    oracle = []
+    for prompt in ragged:
+        progress("self-test", 0.0)
+        oracle.append(oracle_logprobs(loaded.model, prompt))
     for together in (True, False):
         right, faults = [], []
         for index, name in enumerate(variants):
-            progress("self-test", index / len(variants))
+            still_here = partial(progress, "self-test", index / len(variants))
+            still_here()
             runner.set_attention(name)
             rows = slice(None) if together else slice(0, 1)
-            fault = fault_in(runner, memory, oracle[rows], ragged[rows])
+            fault = fault_in(runner, memory, oracle[rows], ragged[rows], still_here)
             runner.reset()
             if fault is None:
                 right.append(name)
@@ -133,12 +162,12 @@ def _tune(
         runner.set_attention(right[0])
         runner.describe(attention=right[0])
     else:
-        times = tuning.choose_attention(runner, memory, right, warmup_s / 3)
+        times = tuning.choose_attention(runner, memory, right, warmup_s / 3, progress)
         runner.describe(attention=_table(times))
     progress("tune", 0.5)
     runner.step.enabled = compile == "on"
     if compile == "auto":
-        compiled, fast, slow = tuning.choose_compiled(runner, memory)
+        compiled, fast, slow = tuning.choose_compiled(runner, memory, progress)
         runner.describe(
             compile=f"{'compiled' if compiled else 'eager'} is faster: "
             f"{fast * 1e3:.1f} ms compiled, {slow * 1e3:.1f} ms eager"

@@ -17,6 +17,7 @@ from mlxd.batching.errors import ModelError
 from mlxd.batching.model_files import inspect
 from mlxd.batching.runner import Progress
 from mlxd.batching.text import Tokenizer
+from mlxd.batching.waiting import wait_for
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.jinja", "*.txt", "model*.safetensors", "tokenizer.model", "*.tiktoken")
@@ -107,7 +108,11 @@ def open_model(path: Path, max_model_len: int | None = None) -> LoadedModel:
 def _fetch_from_hub(name: str, progress: Progress) -> Path:
     progress("download", 0.0)
     try:
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES))
+        # The hub's client tells no progress of its own.
+        folder = wait_for(
+            lambda: huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)),
+            while_waiting=lambda: progress("download", 0.0),
+        )
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ModelError(f"cannot fetch {name!r} from the hub: {_reason(error)}") from error
     progress("download", 1.0)

@@ -82,4 +82,11 @@ class Runner(Protocol):
 
 
 Progress = Callable[[str, float], None]
-"""Called with a stage name and the share of it done, 0 to 1."""
+"""Called with a stage name and the share of it done, 0 to 1, and at least every few seconds.
+
+It may raise to end the work: whoever calls it gives up what they hold and lets the error pass.
+"""
+
+
+def ignore_progress(stage: str, share: float) -> None:
+    """A Progress of those who tell nobody."""

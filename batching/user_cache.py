@@ -3,9 +3,11 @@
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from mlxd.batching.waiting import wait_for
 
 
 def user_cache_folder() -> Path:
@@ -20,11 +22,15 @@ def user_cache_folder() -> Path:
 
 
 @contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, waiting for another process that has it; its folder is made."""
+def exclusive_lock(path: Path, while_waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file `path`, waiting for another process that has it; its folder is made.
+
+    Args:
+        while_waiting: called again and again; it may raise to give up.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for(lambda: fcntl.flock(file, fcntl.LOCK_EX), while_waiting)
         yield
 
 

@@ -5,6 +5,7 @@ MLX is imported inside the functions: on Linux a fast BLAS takes effect only if 
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -30,7 +31,11 @@ def serve(path: Path, log_level: str) -> int:
     from mlxd.scheduler.server import Server
 
     with ProgressBars() as bars:
-        return asyncio.run(Server(config, on_progress=bars).serve())
+        server = Server(config, on_progress=bars)
+        exit_code = asyncio.run(server.serve())
+    if server.left_engine_behind:
+        os._exit(exit_code)  # what Python does at its end could abort in the thread that is left
+    return exit_code
 
 
 def check(path: Path) -> None:

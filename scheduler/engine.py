@@ -9,10 +9,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from mlxd.batching.runner import Progress, Runner, RunnerInfo
+from mlxd.batching.runner import Progress, Runner, RunnerInfo, ignore_progress
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.metrics.recorder import NullRecorder, Recorder
-from mlxd.metrics.stats import EngineSnapshot, TenantGauges
+from mlxd.metrics.stats import EngineSnapshot
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
@@ -28,12 +28,17 @@ from mlxd.scheduler.local import LocalClient
 from mlxd.scheduler.loop import EngineLoop
 from mlxd.scheduler.results import Completion
 from mlxd.scheduler.scheduler import Scheduler
+from mlxd.scheduler.snapshot import after_failure
 
 logger = logging.getLogger(__name__)
 
 RETRY_MS = 1_000
 
 RunnerFactory = Callable[[Config, Progress], Runner]
+
+
+class _LoadStoppedError(Exception):
+    """Ends a load from inside: raised where the runner factory tells its progress."""
 
 
 class Engine:
@@ -66,11 +71,12 @@ class Engine:
         self._tenants = frozenset(tenant.name for tenant in config.tenants)
         self._thread: threading.Thread | None = None
         self._on_events: Callable[[Sequence[Event]], None] = _ignore_events
-        self._on_progress: Progress = _ignore_progress
+        self._on_progress: Progress = ignore_progress
         self._is_settled = threading.Event()
         self._info: RunnerInfo | None = None
         self._failure: MlxdError | None = None
         self._is_draining = False
+        self._is_stopping = False
         self._snapshot = EngineSnapshot(now=clock())
         self._local: LocalClient | None = None
 
@@ -86,7 +92,7 @@ class Engine:
         """
         assert self._thread is None, "the engine was started already"
         self._on_events = on_events
-        self._on_progress = on_progress or _ignore_progress
+        self._on_progress = on_progress or ignore_progress
         self._thread = threading.Thread(target=self._main, name="mlxd-engine", daemon=True)
         self._thread.start()
 
@@ -155,9 +161,14 @@ class Engine:
         self._inbox.send(Drain())
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End open requests as "draining", then the thread. False: it is still busy after `timeout_s`."""
-        self._is_draining = True
-        self._inbox.send(Stop())
+        """End the load or the open requests ("draining"), then the thread.
+
+        Returns:
+            False: it is still busy after `timeout_s`.
+        """
+        if not self._is_stopping:
+            self._is_draining = self._is_stopping = True
+            self._inbox.send(Stop())
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -194,10 +205,12 @@ class Engine:
         runner: Runner | None = None
         loop: EngineLoop | None = None
         try:
-            runner = self._factory(self._config, self._on_progress)
+            runner = self._factory(self._config, self._tell_progress)
             loop = self._make_loop(runner)
             self._info = runner.info
             loop.run()
+        except _LoadStoppedError:
+            self._end_unloaded()
         except ModelError as error:  # not logged: whoever waits for the model gets it and says so
             self._fail(error, loop)
         except Exception as error:  # the one place: whatever went wrong, clients are told and the engine ends
@@ -206,6 +219,16 @@ class Engine:
         finally:
             if runner is not None:
                 runner.close()
+
+    def _tell_progress(self, stage: str, share: float) -> None:
+        if self._is_stopping:
+            raise _LoadStoppedError
+        self._on_progress(stage, share)
+
+    def _end_unloaded(self) -> None:
+        self._failure = EngineFailedError("the engine was stopped before the model was loaded")
+        self._inbox.close()
+        self._publish(replace(self._snapshot, state="stopped", now=self._clock()))
 
     def _make_loop(self, runner: Runner) -> EngineLoop:
         return EngineLoop(
@@ -227,7 +250,7 @@ class Engine:
         self._failure = failure
         events = loop.abandon(str(failure)) if loop is not None else []
         self._inbox.close()
-        self._publish(_after_failure(self._snapshot, str(failure), self._clock()))
+        self._publish(after_failure(self._snapshot, str(failure), self._clock()))
         if events:
             self._on_events(events)
 
@@ -254,24 +277,6 @@ def load_model_runner(config: Config, progress: Progress) -> Runner:
     )
 
 
-def _after_failure(last: EngineSnapshot, error: str, now: float) -> EngineSnapshot:
-    """Nothing is open and no KV is left; counts stay."""
-    return replace(
-        last,
-        state="failed",
-        error=error,
-        now=now,
-        waiting=0,
-        running=0,
-        prefilling=0,
-        prefill_tokens_left=0,
-        tenants={name: TenantGauges(service=gauges.service) for name, gauges in last.tenants.items()},
-        kv_used_bytes=0,
-        kv_reserved_bytes=0,
-        pages={name: (0, total) for name, (_, total) in last.pages.items()},
-    )
-
-
 def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
     if not prompt:
         raise InvalidPromptError("the prompt is empty")
@@ -282,8 +287,4 @@ def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
 
 
 def _ignore_events(events: Sequence[Event]) -> None:
-    pass
-
-
-def _ignore_progress(stage: str, share: float) -> None:
     pass

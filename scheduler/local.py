@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlxd.batching.plan import TokenLogprobs
+from mlxd.batching.runner import ignore_progress
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.batching.text import Tokenizer
 from mlxd.batching.text_stream import TextStream
@@ -136,7 +137,7 @@ class LocalClient:
             # The engine has fetched the model by now: there is no progress to tell.
             from mlxd.batching.model import resolve
 
-            self._tokenizer = Tokenizer.load(resolve(self._model, lambda stage, share: None))
+            self._tokenizer = Tokenizer.load(resolve(self._model, ignore_progress))
         return self._tokenizer
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
-from mlxd.batching.runner import Progress
+from mlxd.batching.runner import Progress, ignore_progress
 from mlxd.batching.text import Tokenizer
 from mlxd.metrics.exporter import Exporter, ExporterError
 from mlxd.metrics.health import judge
@@ -35,6 +35,10 @@ class Server:
         recorder: what `/metrics` shows; an engine passed in should have the same one.
         tokenizer: the model folder's own by default.
         on_progress: told about download, load and warm-up; called from other threads.
+
+    Attributes:
+        left_engine_behind: `serve` ended and the engine thread did not. Where it is inside MLX, an ordinary
+            end of the process may abort.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Server:
         self._tokenizer = tokenizer
         self._on_progress = on_progress
         self._drain_requests = 0
+        self.left_engine_behind = False
 
     def request_drain(self) -> None:
         """Stop admitting and exit when the open requests are done; asked again, end them now."""
@@ -104,12 +109,15 @@ class Server:
 
     async def _stop(self, frontend: Frontend, serving: asyncio.Task[None]) -> bool:
         """End what is open, the engine and the sockets. False: the engine hangs and was left behind."""
-        timeout_s = FORCED_STOP_TIMEOUT_S if self._forced else STOP_TIMEOUT_S
+        asked = time.monotonic()
         # The engine's last events are posted before its thread ends, so they are delivered by then.
-        stopped = await asyncio.to_thread(self._engine.stop, timeout_s)
-        if not stopped:
-            logger.error("engine did not stop within %s s", timeout_s)
-            frontend.desk.give_up()
+        while not (stopped := await asyncio.to_thread(self._engine.stop, POLL_S)):
+            timeout_s = FORCED_STOP_TIMEOUT_S if self._forced else STOP_TIMEOUT_S
+            if time.monotonic() - asked >= timeout_s:
+                self.left_engine_behind = True
+                logger.error("engine did not stop within %s s", timeout_s)
+                frontend.desk.give_up()
+                break
         serving.cancel()
         await asyncio.wait([serving])
         await frontend.close()
@@ -165,4 +173,4 @@ def _load_tokenizer(model: str) -> Tokenizer:
     # The engine has fetched the model by now: there is no progress to tell.
     from mlxd.batching.model import resolve
 
-    return Tokenizer.load(resolve(model, lambda stage, share: None))
+    return Tokenizer.load(resolve(model, ignore_progress))

@@ -1,5 +1,7 @@
 """The engine's state as others may see it."""
 
+from dataclasses import replace
+
 from mlxd.batching.runner import Runner
 from mlxd.metrics.stats import EngineSnapshot, TenantGauges
 from mlxd.scheduler.scheduler import Scheduler
@@ -49,3 +51,21 @@ class SnapshotMaker:
             self._tenants = self._tenants | {name: book[name].gauges() for name in book.touched}
             book.touched.clear()
         return self._tenants
+
+
+def after_failure(last: EngineSnapshot, error: str, now: float) -> EngineSnapshot:
+    """`last` with nothing open and no KV held; counts stay."""
+    return replace(
+        last,
+        state="failed",
+        error=error,
+        now=now,
+        waiting=0,
+        running=0,
+        prefilling=0,
+        prefill_tokens_left=0,
+        tenants={name: TenantGauges(service=gauges.service) for name, gauges in last.tenants.items()},
+        kv_used_bytes=0,
+        kv_reserved_bytes=0,
+        pages={name: (0, total) for name, (_, total) in last.pages.items()},
+    )

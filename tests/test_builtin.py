@@ -202,7 +202,8 @@ def test_two_processes_pull_at_once_and_one_of_them_works(registry: Path) -> Non
     ]
     answers = sorted(process.communicate(timeout=60)[0].strip() for process in together)
     folder = builtin_folder(NAME)
-    assert answers == [f"{folder} ['convert', 'download']", f"{folder} []"]
+    assert answers[0] == f"{folder} ['convert', 'download']"
+    assert answers[1] in (f"{folder} []", f"{folder} ['download']")  # who waits sees that something goes on
 
 
 def test_cache_that_cannot_be_written_is_told(
