@@ -29,6 +29,7 @@ from wire_daemon import Peer, config, token, wait_until
 
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.config import CacheConfig, Config, DecodeConfig, ModelConfig, SchedulerConfig
+from mlxd.scheduler.errors import ClientTimeoutError, ConnectionLostError
 
 SERVE = (sys.executable, "-m", "mlxd.scheduler", "serve")
 START_TIMEOUT_S = 120.0
@@ -132,13 +133,16 @@ class DaemonProcess:
             return False
 
     def wait_ready(self) -> Self:
-        with self.client(timeout_s=START_TIMEOUT_S) as client:
-            wait_until(lambda: self._is_running(client), START_TIMEOUT_S)
+        wait_until(self._takes_requests, START_TIMEOUT_S)
         return self
 
-    def _is_running(self, client: Client) -> bool:
+    def _takes_requests(self) -> bool:
         assert self.process.poll() is None, self.log
-        return client.ping() == "running"
+        try:
+            with self.client(timeout_s=1.0) as client:
+                return client.ping() == "running"
+        except (ClientTimeoutError, ConnectionLostError):
+            return False
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -214,6 +214,7 @@ def test_a_broken_engine_ends_every_request_once_and_the_daemon_with_code_1(
             assert daemon.process.poll() is None
             assert daemon.scrape().total("mlxd_requests_running") > 0
             daemon.terminate()
+            wait_until(lambda: "draining" in daemon.log)
             daemon.terminate()
         assert daemon.wait() == 1, daemon.log
         for peer in peers:
