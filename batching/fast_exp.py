@@ -8,7 +8,7 @@ _LOG2_E = 1.4426950408889634
 _LN2_HIGH = 0.693359375  # exact in float32, so n * _LN2_HIGH rounds nothing for the n that occur
 _LN2_LOW = -2.12194440e-4
 _LOWEST = -87.0
-"""Below it exp is under the smallest normal float32; taken for it, which is 0 beside any weight that counts."""
+"""Below it exp is under the smallest normal float32: nothing beside a weight that counts."""
 _POLYNOMIAL = (
     1.9875691500e-4,
     1.3981999507e-3,

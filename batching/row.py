@@ -17,7 +17,7 @@ class Row:
         seed: 64-bit, always set; draws depend on it and on the output index alone.
         prompt: the request's own prompt token ids.
         output: tokens generated so far, a live list (the scheduler appends).
-        tables: one page table a group, in the memory plan's order; the scheduler grows them before each launch.
+        tables: one page table a group, in the memory plan's order; the scheduler grows them.
     """
 
     row_id: int

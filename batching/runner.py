@@ -25,7 +25,7 @@ class RunnerInfo:
 
     Attributes:
         max_batch: rows it may step together; 1 for a model that failed the ragged self-test.
-        notes: human-readable facts (device, BLAS, chosen attention by row bucket, why a model is not batched).
+        notes: facts for people (device, BLAS, attention by row bucket, why a model is not batched).
     """
 
     model: str
