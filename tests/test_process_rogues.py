@@ -158,6 +158,7 @@ def test_rogue_clients_cost_the_others_nothing(model: Path, tmp_path: Path) -> N
     assert vanished_after_s(watcher, killed_at.result(), "admin") < 1.0
     outcomes = {"length": 2 * len(undisturbed), "client_gone": NUM_REQUESTS, "slow_client": NUM_REQUESTS}
     assert +last.by("outcome", "mlxd_requests_total") == outcomes
+    assert last.total("mlxd_requests_accepted_total") == sum(outcomes.values())
     assert last.total("mlxd_zmq_bad_messages_total") == NUM_BROKEN_FRAMES
     assert "Traceback" not in daemon.log
 
