@@ -28,7 +28,9 @@ class RequestMetrics:
         self.ended = Counter("mlxd_requests_total", "Accepted requests that ended.", ("tenant", "outcome"))
         self.rejected = Counter("mlxd_requests_rejected_total", "Requests refused.", ("tenant", "reason"))
         self.prompt_tokens = Counter(
-            "mlxd_prompt_tokens_total", "Prompt positions computed.", ("tenant", "source")
+            "mlxd_prompt_tokens_total",
+            "Prompt positions, first time or again.",
+            ("tenant", "source"),
         )
         self.generation_tokens = Counter("mlxd_generation_tokens_total", "Tokens drawn and kept.", tenant)
         self.time_to_first_token = Histogram(

@@ -19,16 +19,22 @@ class StepStats:
 
     Attributes:
         decode_rows: rows that drew a token.
-        prefill_tokens: prompt positions computed, by tenant.
+        prefill_rows: rows that computed a chunk of their prompt.
+        prompt_tokens: prompt positions computed for the first time, by tenant; the last one of a prompt is in
+            the step that draws its first token.
+        recomputed_tokens: positions computed again for rows that were preempted, by tenant.
         generated_tokens: tokens drawn and kept, by tenant.
         step_s: from launch to tokens read; decode_s and prefill_s are its device parts.
-        join_s, leave_s: host time spent on rows that entered or left in this step; 0 where none did.
+        joined, left: rows that entered, and rows whose request ended; preempted ones are not among these.
+        join_s, leave_s: host time spent on them; 0 where there are none.
         token_gaps_s: time since each row's previous token.
         preemptions: rows preempted while this step was planned, by reason.
     """
 
     decode_rows: int
-    prefill_tokens: dict[str, int]
+    prefill_rows: int
+    prompt_tokens: dict[str, int]
+    recomputed_tokens: dict[str, int]
     generated_tokens: dict[str, int]
     step_s: float
     decode_s: float

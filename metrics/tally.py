@@ -39,7 +39,8 @@ class Tally:
         requests, steps, wire = self.catalogue.requests, self.catalogue.steps, self.catalogue.wire
         for tenant in self._tenants:
             requests.accepted.add(0, tenant)
-            requests.prompt_tokens.add(0, tenant, "computed")
+            for source in ("computed", "recomputed"):
+                requests.prompt_tokens.add(0, tenant, source)
             requests.generation_tokens.add(0, tenant)
             for outcome in OUTCOMES:
                 requests.ended.add(0, tenant, outcome)
@@ -72,8 +73,9 @@ class Tally:
 
     def step(self, stats: StepStats) -> None:
         requests, steps = self.catalogue.requests, self.catalogue.steps
-        for tenant, tokens in stats.prefill_tokens.items():
-            requests.prompt_tokens.add(tokens, self._tenant(tenant), "computed")
+        for source, counts in (("computed", stats.prompt_tokens), ("recomputed", stats.recomputed_tokens)):
+            for tenant, tokens in counts.items():
+                requests.prompt_tokens.add(tokens, self._tenant(tenant), source)
         for tenant, tokens in stats.generated_tokens.items():
             requests.generation_tokens.add(tokens, self._tenant(tenant))
         kind = _kind_of(stats)
@@ -88,6 +90,7 @@ class Tally:
                 steps.batch_changes.add(rows, op)
                 steps.batch_change_time.observe(seconds, op)
         for reason, rows in stats.preemptions.items():
+            steps.batch_changes.add(rows, "leave")
             steps.preemptions.add(rows, self._preemption(reason))
 
     def message(self, direction: str, kind: str) -> None:
@@ -150,6 +153,6 @@ class Tally:
 
 
 def _kind_of(stats: StepStats) -> str:
-    if not stats.prefill_tokens:
+    if not stats.prefill_rows:
         return "decode"
     return "mixed" if stats.decode_rows else "prefill"

@@ -8,7 +8,7 @@ from mlxd.scheduler.policy import Policy
 from mlxd.scheduler.prefill import PrefillBudget, PrefillTurns
 from mlxd.scheduler.request import Request, RequestState
 from mlxd.scheduler.step import Step
-from mlxd.scheduler.tenants import TenantBook
+from mlxd.scheduler.tenants import Tenant, TenantBook
 
 
 class Batch:
@@ -69,7 +69,7 @@ class Batch:
         self._plan_prefill(step)
         for request in entered:
             if request.prefill_end == 0 and self._has_room(request, 1):
-                step.add_decode(request)
+                self._add_decode(step, request)
         if step.is_empty:
             self._plan_oldest(step)
 
@@ -93,7 +93,7 @@ class Batch:
 
     def _plan_decode(self, step: Step, request: Request) -> None:
         if self._make_room(step, request, request.num_computed + 1):
-            step.add_decode(request)
+            self._add_decode(step, request)
 
     def _plan_prefill(self, step: Step) -> None:
         """Chunks by turns. None of them may preempt: the row it would hit can be in the step already."""
@@ -121,13 +121,20 @@ class Batch:
                 self._plan_decode(step, request)
                 return
 
+    def _add_decode(self, step: Step, request: Request) -> None:
+        self._charge(self._book[request.tenant], step.add_decode(request))
+
     def _add_chunk(self, step: Step, request: Request, end: int) -> None:
         tenant = self._book[request.tenant]
         num_tokens = end - request.num_computed
-        step.add_chunk(request, end)
+        prompt_tokens = step.add_chunk(request, end)
         tenant.prefilled(request, num_tokens)
-        self._policy.charge(tenant, request.charge_prompt(), 0)
-        self._book.touched.add(tenant.name)
+        self._charge(tenant, prompt_tokens)
+
+    def _charge(self, tenant: Tenant, prompt_tokens: int) -> None:
+        if prompt_tokens:
+            self._policy.charge(tenant, prompt_tokens, 0)
+            self._book.touched.add(tenant.name)
 
     def _has_room(self, request: Request, end: int) -> bool:
         assert request.row is not None

@@ -109,8 +109,8 @@ class Request:
         return self.prompt[start:split] + tuple(self.output[max(0, start - split) : end - split])
 
     def charge_prompt(self) -> int:
-        """Prompt positions that chunks computed for the first time since the last call."""
-        end = min(self.num_computed, len(self.prompt) - 1)
+        """Prompt positions that were scheduled for the first time since the last call."""
+        end = min(self.num_computed, len(self.prompt))
         fresh = max(0, end - self.num_charged)
         self.num_charged += fresh
         return fresh

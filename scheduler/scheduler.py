@@ -193,7 +193,7 @@ class Scheduler:
         del self._open[request.key]
         if had_row:
             self._admission.row_left(now, len(self._open))
-        self._tally.left += 1
+            self._tally.left += 1
         self._recorder.request(_request_stats(request, outcome, now))
         return Finished(request.key, outcome, request.usage, error_code, error)
 

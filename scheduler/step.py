@@ -14,6 +14,8 @@ class Step:
 
     Attributes:
         decoding, prefilling: the requests of `decode` and `chunks`, in the same order.
+        prompt_tokens: prompt positions that it computes for the first time, by tenant.
+        recomputed_tokens: positions that it computes again for rows that were preempted, by tenant.
         num_joined, num_preempted: rows that entered, and that gave up their pages, while it was planned.
     """
 
@@ -24,6 +26,8 @@ class Step:
     chunks: list[PrefillChunk] = field(default_factory=list)
     prefilling: list[Request] = field(default_factory=list)
     num_prefill_tokens: int = 0
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    recomputed_tokens: Counter[str] = field(default_factory=Counter)
     num_joined: int = 0
     num_preempted: int = 0
 
@@ -31,42 +35,53 @@ class Step:
     def is_empty(self) -> bool:
         return not self.decode and not self.chunks
 
-    def add_decode(self, request: Request) -> None:
-        """Advances the request by one position and one token in flight. Its row has room."""
+    def add_decode(self, request: Request) -> int:
+        """Advances the request by one position and one token in flight. Its row has room.
+
+        Returns:
+            1 where the position is its prompt's last and was never computed before, else 0.
+        """
         assert request.row is not None
         position = request.num_computed
-        token = None
-        if position == request.prefill_end:
-            token = request.output[-1] if request.output else request.prompt[-1]
+        is_first = position == request.prefill_end
+        token = (request.output or request.prompt)[-1] if is_first else None
         index = len(request.output) + request.num_inflight
         self.decode.append(DecodeEntry(request.row, position, index, token))
         self.decoding.append(request)
         request.num_computed += 1
         request.num_inflight += 1
+        return self._count_prompt(request, 1) if is_first and not request.output else 0
 
-    def add_chunk(self, request: Request, end: int) -> None:
-        """Advances the request to position `end`. Its row has room."""
+    def add_chunk(self, request: Request, end: int) -> int:
+        """Advances the request to position `end`. Its row has room.
+
+        Returns:
+            Prompt positions among them that were never computed before.
+        """
         assert request.row is not None
         start = request.num_computed
         self.chunks.append(PrefillChunk(request.row, start, end, request.tokens(start, end)))
         self.prefilling.append(request)
         self.num_prefill_tokens += end - start
         request.num_computed = end
+        return self._count_prompt(request, end - start)
+
+    def _count_prompt(self, request: Request, num_positions: int) -> int:
+        """The last `num_positions` that the request advanced by are of its prompt, or computed again."""
+        fresh = request.charge_prompt()
+        if fresh:
+            self.prompt_tokens[request.tenant] += fresh
+        if fresh < num_positions:
+            self.recomputed_tokens[request.tenant] += num_positions - fresh
+        return fresh
 
     def plan(self, scrub: tuple[tuple[int, ...], ...], left: tuple[int, ...]) -> StepPlan:
         return StepPlan(self.step_id, tuple(self.decode), tuple(self.chunks), scrub, left)
 
-    def prefill_tokens(self) -> dict[str, int]:
-        """Positions computed, by tenant."""
-        tokens: Counter[str] = Counter()
-        for request, chunk in zip(self.prefilling, self.chunks, strict=True):
-            tokens[request.tenant] += chunk.num_tokens
-        return dict(tokens)
-
 
 @dataclass(slots=True)
 class Tally:
-    """Counts since the last step that was read."""
+    """Counts since the last step that was read. `left`: rows whose request ended."""
 
     generated: Counter[str] = field(default_factory=Counter)
     gaps_s: list[float] = field(default_factory=list)
@@ -75,7 +90,9 @@ class Tally:
     def stats(self, step: Step, result: StepResult, now: float) -> StepStats:
         return StepStats(
             decode_rows=len(step.decode),
-            prefill_tokens=step.prefill_tokens(),
+            prefill_rows=len(step.chunks),
+            prompt_tokens=dict(step.prompt_tokens),
+            recomputed_tokens=dict(step.recomputed_tokens),
             generated_tokens=dict(self.generated),
             step_s=now - step.planned_at,
             decode_s=result.decode_s,

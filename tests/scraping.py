@@ -9,7 +9,9 @@ from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats
 
 STEP = StepStats(
     decode_rows=0,
-    prefill_tokens={},
+    prefill_rows=0,
+    prompt_tokens={},
+    recomputed_tokens={},
     generated_tokens={},
     step_s=0.02,
     decode_s=0.0,

@@ -32,14 +32,14 @@ class Run:
         self.engine.start(self._receive)
         self.engine.wait_ready(10)
 
-    def submit(self, num_requests: int) -> None:
+    def submit(self, num_requests: int, *, cancel_every: int = 5) -> None:
         for i in range(num_requests):
             at = self.engine.clock()
             request = submission(
                 f"r{i}", range(1, 3 + i % 50), tenant=("acme", "beta")[i % 2], at=at, max_tokens=1 + i % 9
             )
             self.engine.submit(request)
-            if i % 5 == 0:
+            if i % cancel_every == cancel_every - 1:
                 self.engine.cancel(request.key)
 
     def scrape(self) -> Scraped:
@@ -78,6 +78,18 @@ def test_tokens_counted_as_drawn_are_the_tokens_of_the_requests_that_ended() -> 
     gave_tokens = sum(event.usage.completion_tokens > 0 for event in run.finished)
     assert final.total("mlxd_time_to_first_token_seconds_count") == gave_tokens
     assert final.get("mlxd_inter_token_latency_seconds_count") == drawn - gave_tokens
+
+
+def test_when_idle_every_prompt_token_was_counted_once_and_as_many_rows_left_as_joined() -> None:
+    run = Run()
+    run.submit(NUM_REQUESTS, cancel_every=NUM_REQUESTS + 1)
+    assert run.is_done.wait(10)
+    run.engine.stop(10)
+    final = run.scrape()
+    prompts = sum(event.usage.prompt_tokens for event in run.finished)
+    assert final.by("source", "mlxd_prompt_tokens_total") == Counter(computed=prompts, recomputed=0)
+    assert final.get("mlxd_request_prompt_tokens_sum") == prompts
+    assert final.by("op", "mlxd_batch_changes_total") == Counter(join=NUM_REQUESTS, leave=NUM_REQUESTS)
 
 
 def test_a_failed_engine_balances_and_says_so() -> None:

@@ -20,7 +20,7 @@ def test_tenants_that_are_not_configured_share_one_label(recorder: PrometheusRec
         recorder.accepted(name)
         recorder.rejected(name, "quota")
         recorder.request(replace(REQUEST, tenant=name))
-        recorder.step(replace(STEP, prefill_tokens={name: 1}, generated_tokens={name: 1}))
+        recorder.step(replace(STEP, prompt_tokens={name: 1}, generated_tokens={name: 1}))
     gauges = {name: TenantGauges(waiting=1, running=2, service=1.5) for name in ("mallory", "eve")}
     recorder.snapshot(EngineSnapshot(tenants=gauges))
     scraped = Scraped(recorder.registry)

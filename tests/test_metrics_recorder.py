@@ -20,7 +20,9 @@ def test_a_step_counts_its_rows_tokens_and_times(recorder: PrometheusRecorder) -
         replace(
             STEP,
             decode_rows=2,
-            prefill_tokens={"acme": 64, "beta": 16},
+            prefill_rows=2,
+            prompt_tokens={"acme": 64, "beta": 16},
+            recomputed_tokens={"beta": 7},
             generated_tokens={"acme": 2},
             decode_s=0.01,
             prefill_s=0.006,
@@ -36,11 +38,13 @@ def test_a_step_counts_its_rows_tokens_and_times(recorder: PrometheusRecorder) -
     assert scraped.get("mlxd_steps_total", kind="mixed") == 1
     assert scraped.get("mlxd_step_rows_total") == 2
     assert scraped.get("mlxd_prompt_tokens_total", tenant="beta", source="computed") == 16
+    assert scraped.get("mlxd_prompt_tokens_total", tenant="beta", source="recomputed") == 7
     assert scraped.get("mlxd_generation_tokens_total", tenant="acme") == 2
     assert scraped.get("mlxd_step_duration_seconds_sum", kind="mixed") == pytest.approx(0.02)
     assert scraped.get("mlxd_step_device_seconds_total", part="decode") == pytest.approx(0.01)
     assert scraped.get("mlxd_step_device_seconds_total", part="prefill") == pytest.approx(0.006)
     assert scraped.get("mlxd_batch_changes_total", op="join") == 3
+    assert scraped.get("mlxd_batch_changes_total", op="leave") == 1 + 2
     assert scraped.get("mlxd_batch_change_duration_seconds_count", op="join") == 1
     assert scraped.get("mlxd_batch_change_duration_seconds_sum", op="leave") == pytest.approx(0.0001)
     assert scraped.get("mlxd_inter_token_latency_seconds_count") == 2
@@ -49,13 +53,13 @@ def test_a_step_counts_its_rows_tokens_and_times(recorder: PrometheusRecorder) -
 
 
 @pytest.mark.parametrize(
-    ("decode_rows", "prefill_tokens", "kind"),
-    [(1, {}, "decode"), (0, {"acme": 5}, "prefill"), (4, {"acme": 5}, "mixed")],
+    ("decode_rows", "prefill_rows", "kind"), [(1, 0, "decode"), (0, 1, "prefill"), (4, 2, "mixed")]
 )
 def test_steps_are_of_the_kind_of_what_is_in_them(
-    recorder: PrometheusRecorder, decode_rows: int, prefill_tokens: dict[str, int], kind: str
+    recorder: PrometheusRecorder, decode_rows: int, prefill_rows: int, kind: str
 ) -> None:
-    recorder.step(replace(STEP, decode_rows=decode_rows, prefill_tokens=prefill_tokens))
+    tokens = {"acme": 1}  # a decode step, too, computes a position of a prompt: its last one
+    recorder.step(replace(STEP, decode_rows=decode_rows, prefill_rows=prefill_rows, prompt_tokens=tokens))
     scraped = told(recorder)
     assert scraped.get("mlxd_steps_total", kind=kind) == scraped.total("mlxd_steps_total") == 1
 

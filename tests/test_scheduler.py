@@ -304,7 +304,38 @@ def test_a_recomputation_is_not_charged_to_the_tenant() -> None:
         world.run()
         [tenant] = world.scheduler.book
         services.append(tenant.service)
-    assert services == [2 * (19 + 2 * 40)] * 2
+        computed, recomputed = positions_computed(world)
+        assert computed == 2 * 20
+        assert (recomputed > 0) == (num_pages is not None)
+    assert services == [2 * (20 + 2 * 40)] * 2
+
+
+def positions_computed(world: World) -> tuple[int, int]:
+    """Of prompts for the first time, and of any token again."""
+    steps = world.tape.steps
+    computed = sum(sum(step.prompt_tokens.values()) for step in steps)
+    return computed, sum(sum(step.recomputed_tokens.values()) for step in steps)
+
+
+@pytest.mark.parametrize("num_prompt", [1, 2, 16, 17, 33])
+def test_every_position_of_a_prompt_is_counted_and_charged_once(num_prompt: int) -> None:
+    world, _ = make_world()
+    world.submit(submission("x", (1,) * num_prompt, max_tokens=1))
+    world.run()
+    [tenant] = world.scheduler.book
+    assert positions_computed(world) == (num_prompt, 0)
+    assert tenant.service == num_prompt + 2 * 1
+
+
+def test_a_request_that_ends_before_it_got_a_row_is_no_row_that_left() -> None:
+    world, _ = make_world(max_rows=1)
+    for name in ("running", "waiting"):
+        world.submit(submission(name))
+    world.turn()
+    world.cancel(RequestKey("acme", "waiting"))
+    world.run()
+    assert sum(step.joined for step in world.tape.steps) == 1
+    assert sum(step.left for step in world.tape.steps) == 1
 
 
 def test_facts_of_steps_and_requests_add_up() -> None:
@@ -314,7 +345,8 @@ def test_facts_of_steps_and_requests_add_up() -> None:
     world.run()
     steps, requests = world.tape.steps, world.tape.requests
     assert sum(step.joined for step in steps) == sum(step.left for step in steps) == 3
-    assert sum(step.prefill_tokens.get("acme", 0) for step in steps) == 3 * 19
+    assert sum(step.prompt_tokens.get("acme", 0) for step in steps) == 3 * 20
+    assert not any(step.recomputed_tokens for step in steps)
     assert sum(step.generated_tokens.get("acme", 0) for step in steps) == 3 * 5
     assert sum(len(step.token_gaps_s) for step in steps) == 3 * 4
     assert [(r.prompt_tokens, r.generated_tokens) for r in requests] == [(20, 5)] * 3

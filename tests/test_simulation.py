@@ -129,7 +129,19 @@ def test_any_trace_ends_each_request_once_with_the_tokens_of_a_solo_run(
     assert all(t.num_prefilling == 0 and not t.queue for t in world.scheduler.book)
     assert Counter(r.tenant for r in world.tape.requests) == Counter(world.tape.accepts)
     if overcommit == 1.0:
-        assert not any(step.preemptions for step in world.tape.steps)
+        assert not any(step.preemptions or step.recomputed_tokens for step in world.tape.steps)
+    check_steps(world)
+
+
+def check_steps(world: World) -> None:
+    """What steps tell adds up to what requests tell, whoever was preempted or cancelled."""
+    steps, requests = world.tape.steps, world.tape.requests
+    computed = sum(sum(step.prompt_tokens.values()) for step in steps)
+    assert computed >= sum(r.prompt_tokens for r in requests if r.generated_tokens)
+    assert computed <= sum(r.prompt_tokens for r in requests)
+    if all(r.generated_tokens for r in requests):
+        assert computed == sum(r.prompt_tokens for r in requests)
+    assert sum(s.joined for s in steps) == sum(s.left + sum(s.preemptions.values()) for s in steps)
 
 
 def crowd(seed: int) -> list[Arrival]:
@@ -174,6 +186,7 @@ def test_overcommitted_rows_all_end_and_each_preemption_pays(num_requests: int) 
     trace += [Arrival(0, "beta", 5, 40, seed, None, None) for seed in range(num_requests - len(trace))]
     world = simulate(trace, small_memory(10), policy="fair", overcommit=16.0)
     check_outcomes(world, trace)
+    check_steps(world)
     preemptions = sum(n for step in world.tape.steps for n in step.preemptions.values())
     assert 0 < preemptions <= 2 * num_requests
 
