@@ -17,6 +17,7 @@ MLX_OWNERS = {
         "attention",
         "batch",
         "decode",
+        "fast_exp",
         "gguf",
         "load",
         "memory",
