@@ -1,4 +1,4 @@
-"""Two tenants, one daemon, a dozen prompts at once: what `make demo` runs."""
+"""Two tenants, one daemon, eighteen prompts at once: what `make demo` runs."""
 
 import asyncio
 import signal
@@ -26,32 +26,38 @@ TOKENS = {"acme": "demo-acme-token", "beta": "demo-beta-token"}
 COLOURS = {"acme": "cyan", "beta": "magenta"}
 QUESTIONS = {
     "acme": (
-        "Name three primary colours.",
         "What is the capital of France?",
-        "Write one sentence about the sea.",
-        "Why do cats purr?",
-        "Who wrote Hamlet?",
-        "Give a synonym of happy.",
+        "List five fruits.",
+        "Write one sentence about honey.",
+        "List five countries in Asia.",
+        "Write one sentence about a cat.",
+        "List five programming languages.",
+        "List the four directions.",
+        "Write one sentence about bees.",
+        "What is the largest ocean on Earth?",
+        "List three primary colours.",
+        "Write one sentence about snow.",
+        "Write one sentence about trees.",
     ),
     "beta": (
-        "Name three large rivers.",
-        "What is the capital of Italy?",
+        "List five countries in Europe.",
         "Write one sentence about the moon.",
-        "Why is the sky blue?",
-        "Who painted the Mona Lisa?",
-        "Give a synonym of fast.",
+        "List five colors.",
+        "Write one sentence about a dog.",
+        "List the five senses.",
+        "List five countries in South America.",
     ),
 }
 METRICS = (
     "mlxd_requests_total",
+    "mlxd_prompt_tokens_total",
     "mlxd_generation_tokens_total",
-    "mlxd_tenant_service_total",
-    "mlxd_kv_bytes",
-    "mlxd_steps_total",
-    "mlxd_graph_compiles_total",
     "mlxd_time_to_first_token_seconds_sum",
+    "mlxd_steps_total",
+    "mlxd_kv_bytes",
 )
 MAX_TOKENS = 48
+HEAD_START_S = 0.2  # enough for a tenant's questions to queue
 READY_TIMEOUT_S = 280.0
 STOP_TIMEOUT_S = 40.0
 
@@ -74,10 +80,15 @@ class Stream:
 
 @dataclass
 class Show:
-    """The streams on the screen: a live table on a terminal, a line at each end elsewhere."""
+    """The streams on the screen: a live table on a terminal, a line at each end elsewhere.
+
+    Attributes:
+        shares: tokens of each tenant up to when the first of them had no more question waiting.
+    """
 
     console: Console
     streams: list[Stream] = field(default_factory=list)
+    shares: dict[str, int] = field(default_factory=dict)
 
     def __rich__(self) -> Table:
         table = Table("tenant", "question", "answer", "tokens", expand=True, show_edge=False)
@@ -86,6 +97,10 @@ class Show:
             tokens = f"{stream.num_tokens}{'' if stream.finish_reason else ' ...'}"
             table.add_row(stream.tenant, stream.question, answer, tokens, style=COLOURS[stream.tenant])
         return table
+
+    def advanced(self, stream: Stream) -> None:
+        if not self.shares and all(s.num_tokens for s in self.streams if s.tenant == stream.tenant):
+            self.shares = {tenant: self.num_tokens(tenant) for tenant in QUESTIONS}
 
     def ended(self, stream: Stream) -> None:
         if not self.console.is_terminal:
@@ -147,41 +162,42 @@ async def ask(client: AsyncClient, stream: Stream, show: Show) -> None:
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
     async for chunk in client.stream(messages=messages, sampling=sampling):
         stream.add(chunk.text, len(chunk.token_ids), chunk.finish_reason)
+        show.advanced(stream)
     show.ended(stream)
 
 
-async def ask_all(clients: dict[str, AsyncClient], show: Show) -> dict[str, int]:
-    """Both tenants ask everything at once. Returns the tokens each had when the first was served in full."""
+async def ask_all(clients: dict[str, AsyncClient], show: Show) -> None:
+    """Each tenant asks all it has at once; the second one does so while the first one's questions wait."""
     show.streams = [Stream(tenant, question) for tenant in clients for question in QUESTIONS[tenant]]
-    halves = [
-        asyncio.gather(*(ask(client, stream, show) for stream in show.streams if stream.tenant == tenant))
-        for tenant, client in clients.items()
-    ]
-    await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
-    shares = {tenant: show.num_tokens(tenant) for tenant in clients}
-    await asyncio.gather(*halves)
-    return shares
+    asked: list[asyncio.Task[None]] = []
+    for tenant, client in clients.items():
+        streams = [stream for stream in show.streams if stream.tenant == tenant]
+        asked += [asyncio.create_task(ask(client, stream, show)) for stream in streams]
+        await asyncio.sleep(HEAD_START_S)
+    await asyncio.gather(*asked)
 
 
-async def watch_all(clients: dict[str, AsyncClient], show: Show) -> None:
+async def watch_all(clients: dict[str, AsyncClient], show: Show, weights: dict[str, float]) -> None:
     started = time.monotonic()
     with (
         Live(show, console=show.console, refresh_per_second=10) if show.console.is_terminal else nullcontext()
     ):
-        shares = await ask_all(clients, show)
+        await ask_all(clients, show)
     took = time.monotonic() - started
     total = sum(show.num_tokens(tenant) for tenant in clients)
     print(f"\n{total} tokens in {took:.1f} s, {total / took:.0f} a second")
-    for tenant, share in shares.items():
-        print(f"{tenant}: {share} tokens when the first tenant was done, {show.num_tokens(tenant)} in all")
+    for tenant, share in show.shares.items():
+        named = f"{tenant} (weight {weights[tenant]:g})"
+        print(f"{named}: {share} tokens while both had questions waiting, {show.num_tokens(tenant)} in all")
 
 
 def print_metrics(address: str) -> None:
     print(f"\nfrom http://{address}/metrics:")
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as reply:
         for line in reply.read().decode().splitlines():
-            if line.startswith(METRICS) and not line.endswith(" 0.0"):
-                print(f"  {line}")
+            name, _, value = line.rpartition(" ")
+            if name.startswith(METRICS) and float(value):
+                print(f"  {name} {float(value):g}")
 
 
 async def main() -> int:
@@ -194,7 +210,8 @@ async def main() -> int:
         ):
             for client in (acme, beta):
                 await wait_until_ready(client, process)
-            await watch_all({"acme": acme, "beta": beta}, Show(Console()))
+            weights = {tenant.name: tenant.weight for tenant in config.tenants}
+            await watch_all({"acme": acme, "beta": beta}, Show(Console()), weights)
             await asyncio.to_thread(print_metrics, config.server.metrics)
             await acme.drain()
         code = await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,7 +107,9 @@ def test_the_demo_serves_both_tenants_and_ends_well() -> None:
     demo = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert demo.returncode == 0, demo.stderr
     answers = [line for line in demo.stdout.splitlines() if " -> " in line]
-    assert sorted(answer.split()[0] for answer in answers) == ["acme"] * 6 + ["beta"] * 6
+    assert sorted(answer.split()[0] for answer in answers) == ["acme"] * 12 + ["beta"] * 6
     assert "The capital of France is Paris." in demo.stdout
+    acme, beta = map(int, re.findall(r"(\d+) tokens while both had questions waiting", demo.stdout))
+    assert acme > 1.5 * beta, "weights 3 and 1, a few requests long"
     assert 'mlxd_requests_total{outcome="stop",tenant="acme"}' in demo.stdout
     assert "the daemon ended with code 0" in demo.stdout
