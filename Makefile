@@ -26,7 +26,7 @@ install: $(RUN)  ## make .venv and install mlxd into it
 demo: $(RUN)  ## start the daemon, serve two tenants at once, show metrics, drain
 	@$(BIN)/python examples/demo.py
 
-test: $(DEV)  ## the whole test suite
+test: $(DEV)  ## the test suite, without the slow ones
 	$(BIN)/python -m pytest -q
 
 test-slow: $(DEV)  ## the tests that need the built-in model or minutes
@@ -41,9 +41,8 @@ format: $(DEV)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV)  ## decode against mlx-lm, and the cost of scheduling
-	$(BIN)/python benchmarks/scheduling.py
-	$(BIN)/python benchmarks/decode.py
+bench: $(DEV)  ## decode of the built-in model against mlx-lm, a table in a minute or two
+	@$(BIN)/python benchmarks/decode.py --table --context 128 --steps 8 --blocks 4
 
 clean:  ## remove .venv and every cache of the tools
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

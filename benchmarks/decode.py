@@ -5,7 +5,7 @@
 
 Steady: both engines hold the same full batch and take turns, a block of steps each, the first to go
 alternating. Arrivals: the same Poisson arrivals are served by one engine, then by the other. Prints JSON
-lines; `--out` adds them to a file as well.
+lines, or with `--table` one table; `--out` adds the lines to a file.
 """
 
 import argparse
@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from mlxd.batching.blas import ensure_blas
 
@@ -37,10 +40,13 @@ def main() -> None:
 
     bench = load(options.model)
     common = {"model": options.model, "blas": blas.name}
+    lines: list[dict[str, object]] = []
 
     def record(line: dict[str, object]) -> None:
+        lines.append(line)
         text = json.dumps(common | line)
-        print(text, flush=True)
+        if not options.table:
+            print(text, flush=True)
         if options.out:
             with options.out.open("a") as file:
                 file.write(text + "\n")
@@ -50,6 +56,23 @@ def main() -> None:
             _arrivals(bench, rows, options, record)
         else:
             _steady(bench, rows, options, record)
+    if options.table:
+        _print_table(f"{bench.name}, {blas.name}, {options.context} prompt tokens", lines)
+
+
+def _print_table(title: str, lines: list[dict[str, object]]) -> None:
+    """A row of the table for each number of rows in the batch."""
+    table = Table(
+        "rows", "mlxd tokens/s", "mlx-lm tokens/s", "mlxd over mlx-lm", title=title, show_edge=False
+    )
+    speeds: dict[str, object] = {}
+    for line in lines:
+        if "side" in line:
+            speeds[str(line["side"])] = line["tokens_per_s"]
+        elif "mlxd_over_mlx_lm" in line:
+            values = (line["rows"], speeds["mlxd"], speeds["mlx-lm"], line["mlxd_over_mlx_lm"])
+            table.add_row(*map(str, values))
+    Console().print(table)
 
 
 def _options() -> argparse.Namespace:
@@ -72,6 +95,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--attention", choices=("auto", "in_place", "gathered"), default="auto")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--table", action="store_true", help="print a table at the end, no JSON lines")
     parser.add_argument("--out", type=Path, help="file to append the JSON lines to")
     return parser.parse_args()
 
