@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from mlxd.batching.attention import DecodeVariant
 from mlxd.batching.sampler import SamplingShape, sample
-from mlxd.caches.contract import DecodeSlot
-from mlxd.caches.paged import PagedRows
+from mlxd.caches.composite import Path, assemble
+from mlxd.caches.contract import DecodeSlot, RowCache
 from mlxd.caches.paged_view import PagedView
 from mlxd.caches.row_group import RowGroup
 from mlxd.caches.sizing import GroupSpec
@@ -81,8 +81,11 @@ class DecodeStep:
         compiled_steps, eager_steps: steps run so far, by kind.
     """
 
-    def __init__(self, model: nn.Module, caches: Sequence[PagedRows], groups: Sequence[RowGroup]) -> None:
+    def __init__(
+        self, model: nn.Module, caches: Sequence[RowCache], paths: Sequence[Path], groups: Sequence[RowGroup]
+    ) -> None:
         self._model = model
+        self._paths = tuple(paths)
         self._caches = caches
         self._groups = groups
         self._graphs: dict[Bucket, _Graph] = {}
@@ -187,7 +190,7 @@ class DecodeStep:
         self, slots: Sequence[DecodeSlot], attention: DecodeVariant, shape: SamplingShape, num_sampling: int
     ) -> StepFunction:
         """The step as a function of arrays: it captures the model, slots and specs, no cache, no state."""
-        model = self._model
+        model, paths = self._model, self._paths
         specs: tuple[GroupSpec, ...] = tuple(group.spec for group in self._groups)
 
         def body(*arrays: mx.array) -> list[mx.array]:
@@ -205,7 +208,7 @@ class DecodeStep:
             for slot in slots:
                 stand_ins.append(slot.trace(arrays[at : at + slot.num_inputs], step))
                 at += slot.num_inputs
-            logits = model(tokens[:, None], cache=stand_ins)[:, -1]
+            logits = model(tokens[:, None], cache=assemble(paths, stand_ins))[:, -1]
             drawn = sample(shape, logits, tokens, sampling)
             return [*drawn, *(array for stand_in in stand_ins for array in stand_in.outputs)]
 

@@ -1,6 +1,7 @@
 """From a model and the settings to the plan of what the daemon will hold."""
 
 import os
+from collections.abc import Iterable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +25,15 @@ def device_memory_bytes() -> int:
     if device_name() == "gpu":
         return int(mx.device_info()["memory_size"])
     return mx.get_active_memory() + os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def main_dtype(parameters: Iterable[mx.array]) -> mx.Dtype:
+    """The dtype of most floating-point parameters, so of activations."""
+    sizes: dict[mx.Dtype, int] = {}
+    for array in parameters:
+        if mx.issubdtype(array.dtype, mx.floating):
+            sizes[array.dtype] = sizes.get(array.dtype, 0) + array.size
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:

@@ -3,13 +3,16 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
+from mlxd.batching.memory import main_dtype
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan, StepResult
 from mlxd.batching.prefill import cohorts, prefill
 from mlxd.batching.row import Row
@@ -95,11 +98,13 @@ class MlxRunner:
         place = {index: g for g, group in enumerate(memory.groups) for index in group.spec.layers}
         self._layer_groups = [place[layer.shape.index] for layer in layers]
         self._caches = [
-            layer.kind.rows(layer.shape, self._groups[g], memory.groups[g].num_pages)
+            layer.kind.make(layer.shape, self._groups[g], memory.groups[g].num_pages)
             for layer, g in zip(layers, self._layer_groups, strict=True)
         ]
         join_signatures(self._caches)  # raises before any row runs where a kind cannot say what it is
-        self.step = DecodeStep(model, self._caches, self._groups)
+        self._paths = [layer.path for layer in layers]
+        self._may_pad = not any(group.spec.state_bytes for group in memory.groups)
+        self.step = DecodeStep(model, self._caches, self._paths, self._groups)
         self._attention: dict[int, DecodeVariant] = {}
         self._default_attention = variant("gathered")
         self._trace_bound_s = trace_bound_s
@@ -117,8 +122,9 @@ class MlxRunner:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of keys and values, so of activations."""
-        return self._caches[0].shape.dtype
+        """Of most parameters, so of activations."""
+        parameters = cast(list[tuple[str, mx.array]], tree_flatten(self.model.parameters()))
+        return main_dtype(array for _, array in parameters)
 
     @property
     def signature(self) -> str:
@@ -183,8 +189,8 @@ class MlxRunner:
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> list[mx.array]:
         roots: list[mx.array] = []
         groups = [(index, group.spec) for index, group in enumerate(self._groups)]
-        for cohort in cohorts(chunks, self._memory.chunk, padded=self.info.max_batch > 1):
-            roots.append(prefill(self.model, self._caches, groups, self._layer_groups, cohort))
+        for cohort in cohorts(chunks, self._memory.chunk, padded=self._may_pad and self.info.max_batch > 1):
+            roots.append(prefill(self.model, self._caches, self._paths, groups, self._layer_groups, cohort))
             mx.async_eval(roots[-1])
         return roots
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlxd.batching.builtin import BUILTIN, pull
 from mlxd.batching.errors import ModelError
+from mlxd.batching.memory import main_dtype
 from mlxd.batching.model_files import inspect
 from mlxd.batching.runner import Progress
 from mlxd.batching.text import Tokenizer
@@ -101,7 +102,7 @@ def open_model(path: Path, max_model_len: int | None = None) -> LoadedModel:
         vocab_size=files.vocab_size,
         max_model_len=context,
         weights_bytes=sum(array.nbytes for array in parameters),
-        dtype=_main_dtype(parameters),
+        dtype=main_dtype(parameters),
     )
 
 
@@ -169,11 +170,3 @@ def _parameters(model: Module) -> list[mx.array]:
     # Without a destination tree_flatten makes a list of pairs.
     pairs = tree_flatten(model.parameters())
     return [array for _, array in cast(list[tuple[str, mx.array]], pairs)]
-
-
-def _main_dtype(parameters: list[mx.array]) -> mx.Dtype:
-    sizes: dict[mx.Dtype, int] = {}
-    for array in parameters:
-        if mx.issubdtype(array.dtype, mx.floating):
-            sizes[array.dtype] = sizes.get(array.dtype, 0) + array.size
-    return max(sizes, key=lambda dtype: sizes[dtype])

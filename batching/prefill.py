@@ -6,7 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxd.batching.plan import PrefillChunk
-from mlxd.caches.paged import PagedRows
+from mlxd.caches.composite import Path, assemble
+from mlxd.caches.contract import RowCache
 from mlxd.caches.paged_view import PrefillView
 from mlxd.caches.sizing import GroupSpec
 
@@ -39,7 +40,8 @@ def cohorts(chunks: Sequence[PrefillChunk], max_tokens: int, *, padded: bool) ->
 
 def prefill(
     model: nn.Module,
-    caches: Sequence[PagedRows],
+    caches: Sequence[RowCache],
+    paths: Sequence[Path],
     groups: Sequence[tuple[int, GroupSpec]],
     layer_groups: Sequence[int],
     cohort: Sequence[PrefillChunk],
@@ -52,6 +54,7 @@ def prefill(
 
     Args:
         groups: (index into a row's tables, spec) of each group.
+        paths: per cache, its place in the model's list.
         layer_groups: per cache, which of `groups` it belongs to.
     Returns:
         A scalar whose evaluation runs the forward. It stands for the pools, which must not be held until the
@@ -66,8 +69,9 @@ def prefill(
     ]
     length = max(chunk.num_tokens for chunk in cohort)
     tokens = mx.array([chunk.tokens + (0,) * (length - chunk.num_tokens) for chunk in cohort], dtype=mx.int32)
-    model(
-        tokens, cache=[cache.prefill(views[group]) for cache, group in zip(caches, layer_groups, strict=True)]
-    )
+    stand_ins = [cache.prefill(views[group]) for cache, group in zip(caches, layer_groups, strict=True)]
+    model(tokens, cache=assemble(paths, stand_ins))
+    for stand_in in stand_ins:
+        stand_in.finish()
     done: mx.array = mx.depends(mx.zeros(()), [array for cache in caches for array in cache.state()])
     return done

@@ -14,6 +14,8 @@ from mlxd.caches.kinds import native_caches
 from mlxd.caches.sizing import MemoryPlan
 
 _STEPS = 3
+_STATE_ONLY = 16
+"""Stands for a page where a model keeps none."""
 _WATCH = SamplingParams(temperature=0.0, top_logprobs=20, max_tokens=_STEPS)
 _EXACT = 2e-3
 _TF32 = 0.05
@@ -34,7 +36,7 @@ def _tell_nobody() -> None:
 
 def prompts(memory: MemoryPlan, vocab_size: int) -> list[list[int]]:
     """Three prompts of unequal length that cross a page, and a window where there is a short one."""
-    size = memory.groups[0].spec.page_size
+    size = next((g.spec.page_size for g in memory.groups if not g.spec.state_bytes), _STATE_ONLY)
     windows = [g.spec.window for g in memory.groups if g.spec.window is not None]
     longest = min(memory.max_model_len - _STEPS - 1, 3 * size, *(w + size // 2 for w in windows))
     lengths = (max(2, longest), max(1, size // 2 + 1), max(1, min(5, longest)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlxd.caches.paged_view import PagedView
+    from mlxd.caches.paged_view import PagedView, PrefillView
 
 
 class SignatureError(Exception):
@@ -67,18 +67,18 @@ class DecodeSlot:
 
 
 class DecodeStandIn(Protocol):
-    """What mlx-lm's attention layers touch, inside a step."""
-
-    offset: mx.array
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]: ...
-
-    def make_mask(
-        self, num_tokens: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | str | None: ...
+    """What a layer of mlx-lm gets in place of its cache, inside a step."""
 
     @property
     def outputs(self) -> Sequence[mx.array]: ...
+
+
+class PrefillStandIn(Protocol):
+    """What a layer of mlx-lm gets in place of its cache, inside a prefill forward."""
+
+    def finish(self) -> None:
+        """The forward is built: what it left here goes into the cache."""
+        ...
 
 
 class PrefillMaintenance(Protocol):
@@ -146,10 +146,16 @@ class CompiledDecodeCache(Protocol):
     `capture_donor_attention` and the three `spec_round_*`, which come all or none.
     """
 
-    prefill_maintenance: PrefillMaintenance | None
-    composed: ComposedStorage | None
-    state_needs_dispose: bool
-    """Whether `state()` returns temporary views that must not be kept."""
+    @property
+    def prefill_maintenance(self) -> PrefillMaintenance | None: ...
+
+    @property
+    def composed(self) -> ComposedStorage | None: ...
+
+    @property
+    def state_needs_dispose(self) -> bool:
+        """Whether `state()` returns temporary views that must not be kept."""
+        ...
 
     @property
     def offset(self) -> int: ...
@@ -229,6 +235,22 @@ class CompiledDecodeCache(Protocol):
 
     def dispose(self) -> None:
         """Release the arrays; may be called again. Captures stay valid."""
+        ...
+
+
+class RowCache(CompiledDecodeCache, Protocol):
+    """What the runner drives: a compiled-decode cache whose rows also prefill."""
+
+    def prefill(self, view: PrefillView) -> PrefillStandIn:
+        """The stand-in for one prefill forward; its appends land in this cache."""
+        ...
+
+    def scrub(self, pages: mx.array) -> None:
+        """Zero these pages, int32 [n], before they get another owner."""
+        ...
+
+    def reset(self) -> None:
+        """Empty pools, as new: also after an evaluation that failed, which the old arrays would repeat."""
         ...
 
 

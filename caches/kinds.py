@@ -6,11 +6,17 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
+from mlxd.caches.composite import Path, assemble
+from mlxd.caches.contract import RowCache
 from mlxd.caches.paged import LayerShape, PagedRows
+from mlxd.caches.recurrent import RecurrentRows, StateShape
 from mlxd.caches.rotating import RotatingRows
-from mlxd.caches.sizing import GroupSpec
+from mlxd.caches.row_group import RowGroup
+from mlxd.caches.sizing import ENDLESS, GroupSpec
+
+Shape = LayerShape | StateShape
 
 
 class UnsupportedCacheError(Exception):
@@ -23,32 +29,75 @@ class Kind:
 
     Attributes:
         native: the class in mlx-lm that it stands in for, matched exactly.
+        group: name of the group that a layer of it belongs to; layers of one name share page tables.
         window: the sliding window of such a cache, None for full attention.
-        rows: the class that holds a layer of it.
+        shape: (flat index, what a one-token forward left) -> the layer's shape, None where it stored nothing.
+        make: the cache of one layer: (shape, group, num_pages).
+        probes: whether that forward gets a probe in place of the native cache.
     """
 
     native: type
+    group: Callable[[Any], str]
     window: Callable[[Any], int | None]
-    rows: type[PagedRows]
+    shape: Callable[[int, Any], Shape | None]
+    make: Callable[[Any, RowGroup, int], RowCache]
+    probes: bool = True
+
+
+class _ShapeProbe:
+    """Stands in for a cache during one unevaluated forward and notes what it is given."""
+
+    offset = 0
+
+    def __init__(self) -> None:
+        self.seen: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.seen = keys, values
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array] | None:
+        return self.seen
+
+    def make_mask(self, *args: object, **kwargs: object) -> None:
+        return None
+
+
+def _attention_shape(index: int, probe: _ShapeProbe) -> LayerShape | None:
+    if probe.seen is None:
+        return None
+    keys, values = probe.seen
+    return LayerShape(index, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+
+
+def _state_shape(index: int, native: Any) -> StateShape | None:
+    if any(array is None for array in native.cache):
+        return None
+    return StateShape(index, tuple((tuple(array.shape[1:]), array.dtype) for array in native.cache))
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind(KVCache, lambda cache: None, PagedRows),
-    Kind(RotatingKVCache, lambda cache: int(cache.max_size), RotatingRows),
+    Kind(KVCache, lambda cache: "full", lambda cache: None, _attention_shape, PagedRows),
+    Kind(
+        RotatingKVCache,
+        lambda cache: f"sliding:{cache.max_size}",
+        lambda cache: int(cache.max_size),
+        _attention_shape,
+        RotatingRows,
+    ),
+    Kind(ArraysCache, lambda cache: "state", lambda cache: None, _state_shape, RecurrentRows, probes=False),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One entry of a model's cache list: its kind, window and shape."""
+    """One cache of a model: its kind, place, window and shape."""
 
     kind: Kind
+    path: Path
+    group: str
     window: int | None
-    shape: LayerShape
-
-    @property
-    def group(self) -> str:
-        return "full" if self.window is None else f"sliding:{self.window}"
+    shape: Shape
 
 
 def native_caches(model: nn.Module) -> list[Any]:
@@ -70,42 +119,34 @@ def _kind_of(index: int, cache: object) -> Kind:
     raise UnsupportedCacheError(f"layer {index} needs {name}; supported are {known}")
 
 
-class _ShapeProbe:
-    """Stands in for a cache during one unevaluated forward and notes what it is given."""
-
-    offset = 0
-
-    def __init__(self) -> None:
-        self.seen: tuple[mx.array, mx.array] | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.seen = keys, values
-        return keys, values
-
-    def make_mask(self, *args: object, **kwargs: object) -> None:
-        return None
-
-
 def inspect_layers(model: nn.Module) -> tuple[Layer, ...]:
     """Kinds and shapes of the model's caches; builds a one-token graph and evaluates nothing.
 
     Raises:
         UnsupportedCacheError: a layer needs a kind that is not in KINDS, or stores nothing.
     """
-    natives = native_caches(model)
-    kinds = [_kind_of(index, cache) for index, cache in enumerate(natives)]
-    probes = [_ShapeProbe() for _ in natives]
-    model(mx.zeros((1, 1), mx.int32), cache=probes)
+    flat = list(_flatten(native_caches(model)))
+    kinds = [_kind_of(path[0], native) for path, native in flat]
+    seen = [_ShapeProbe() if kind.probes else native for kind, (_, native) in zip(kinds, flat, strict=True)]
+    paths = [path for path, _ in flat]
+    model(mx.zeros((1, 1), mx.int32), cache=assemble(paths, seen))
     layers = []
-    for index, (kind, native, probe) in enumerate(zip(kinds, natives, probes, strict=True)):
-        if probe.seen is None:
-            raise UnsupportedCacheError(
-                f"layer {index} stores no keys and values in its {type(native).__name__}"
-            )
-        keys, values = probe.seen
-        shape = LayerShape(index, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        layers.append(Layer(kind, kind.window(native), shape))
+    for index, (kind, (path, native), got) in enumerate(zip(kinds, flat, seen, strict=True)):
+        shape = kind.shape(index, got)
+        if shape is None:
+            raise UnsupportedCacheError(f"layer {path[0]} stores nothing in its {type(native).__name__}")
+        layers.append(Layer(kind, path, kind.group(native), kind.window(native), shape))
     return tuple(layers)
+
+
+def _flatten(natives: Sequence[Any]) -> list[tuple[Path, Any]]:
+    flat: list[tuple[Path, Any]] = []
+    for entry, native in enumerate(natives):
+        if type(native) is CacheList:
+            flat += [((entry, place), member) for place, member in enumerate(native.caches)]
+        else:
+            flat.append(((entry,), native))
+    return flat
 
 
 def group_specs(layers: Sequence[Layer], page_size: int) -> tuple[GroupSpec, ...]:
@@ -114,13 +155,15 @@ def group_specs(layers: Sequence[Layer], page_size: int) -> tuple[GroupSpec, ...
     specs = []
     for name in names:
         members = [layer for layer in layers if layer.group == name]
+        state_bytes = sum(s.bytes_per_row for m in members if isinstance(s := m.shape, StateShape))
         specs.append(
             GroupSpec(
                 name=name,
                 layers=tuple(layer.shape.index for layer in members),
                 window=members[0].window,
-                page_size=page_size,
+                page_size=ENDLESS if state_bytes else page_size,
                 bytes_per_token=sum(layer.shape.bytes_per_token for layer in members),
+                state_bytes=state_bytes,
             )
         )
     return tuple(specs)

@@ -46,7 +46,12 @@ class PagedStandIn:
         rows = self.view.write_rows(keys.shape[1])
         self._keys = write_position(self._keys, keys, rows)
         self._values = write_position(self._values, values, rows)
-        return self.view.attention.fetch(self._keys, self._values, self.view)
+        self._fetched = self.view.attention.fetch(self._keys, self._values, self.view)
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For layers that attend to this one's keys and values; after its own update."""
+        return self._fetched
 
     def make_mask(
         self, num_tokens: int, window_size: int | None = None, return_array: bool = False
@@ -70,7 +75,15 @@ class PagedPrefill:
         rows, view = self._rows, self._view
         rows.keys = view.write(rows.keys, keys)
         rows.values = view.write(rows.values, values)
-        return view.read(rows.keys, keys), view.read(rows.values, values)
+        self._fetched = view.read(rows.keys, keys), view.read(rows.values, values)
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For layers that attend to this one's keys and values; after its own update."""
+        return self._fetched
+
+    def finish(self) -> None:
+        self._fetched = mx.array(0), mx.array(0)
 
     def make_mask(
         self, num_tokens: int, window_size: int | None = None, return_array: bool = False
@@ -159,7 +172,6 @@ class PagedRows:
         return []
 
     def prefill(self, view: PrefillView) -> PagedPrefill:
-        """The stand-in for one prefill forward; its appends land in this cache."""
         return PagedPrefill(self, view)
 
     def scrub(self, pages: mx.array) -> None:

@@ -123,7 +123,7 @@ class PrefillView:
     """
 
     def __init__(self, spec: GroupSpec, tables: Sequence[PageTable], start: int, ends: Sequence[int]) -> None:
-        if start % spec.page_size:
+        if start % spec.page_size and not spec.state_bytes:
             raise IndexError(f"a chunk starts at {start}, not a multiple of the page size {spec.page_size}")
         for table, end in zip(tables, ends, strict=True):
             if not table.start <= start < end <= table.end:
@@ -132,12 +132,13 @@ class PrefillView:
                 )
         self.spec = spec
         self.start = start
-        self._tables = tables
+        self.ends = tuple(ends)
+        self.tables = tuple(tables)
         self._num_tokens = max(ends) - start
         size = spec.page_size
         self.num_pages = -(-self._num_tokens // size)
         """Pages a row's part of the chunk covers, padding included."""
-        self._written = mx.array(
+        self.pages = mx.array(
             [
                 page
                 for table, end in zip(tables, ends, strict=True)
@@ -145,6 +146,7 @@ class PrefillView:
             ],
             dtype=mx.int32,
         )
+        """int32 [n * num_pages], the pages written, row by row; beyond a row's end the scratch page."""
         self._history: dict[int, mx.array] = {}
 
     def _pages_of(self, table: PageTable, start: int, end: int, width: int) -> list[int]:
@@ -166,13 +168,13 @@ class PrefillView:
         if pad:
             new = mx.pad(new, [(0, 0), (0, 0), (0, pad), (0, 0)])
         new = new.reshape(n, heads, self.num_pages, size, head_dim).transpose(0, 2, 1, 3, 4)
-        pool[self._written] = new.reshape(-1, heads, size, head_dim).astype(pool.dtype)
+        pool[self.pages] = new.reshape(-1, heads, size, head_dim).astype(pool.dtype)
         return pool
 
     @property
     def first_column(self) -> int:
         """Position of the first column that `read` returns."""
-        return self._tables[0].start if self.start else 0
+        return self.tables[0].start if self.start else 0
 
     def read(self, pool: mx.array, new: mx.array) -> mx.array:
         """What the chunk attends to: the row's pages where it has a history, else the chunk itself.
@@ -184,7 +186,7 @@ class PrefillView:
             return new
         _, heads, size, head_dim = pool.shape
         if heads not in self._history:
-            pages = mx.array(self._tables[0].pages, dtype=mx.int32)
+            pages = mx.array(self.tables[0].pages, dtype=mx.int32)
             self._history[heads] = pages[None, :] * heads + mx.arange(heads, dtype=mx.int32)[:, None]
         columns = pool.reshape(-1, size, head_dim)[self._history[heads]].reshape(1, heads, -1, head_dim)
         return columns[:, :, : self.start + self._num_tokens - self.first_column]

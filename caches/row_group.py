@@ -82,13 +82,16 @@ class RowGroup:
         self.tables, self.offsets = (), ()
         self._stamp = ()
         self._lay_out(num_rows, width)
+        if self.spec.state_bytes:
+            return 0
         cells = np.arange(num_rows * (width - 1), dtype=np.int32) % num_pages + 1
         self._table[:, :-1] = cells.reshape(num_rows, width - 1)
         return width * self.spec.page_size - 1
 
     def shift_idle(self, position: int) -> None:
         """Let idle rows write `position`: their tables then hold the positions just up to it."""
-        self._start[:] = position + 1 - self.width * self.spec.page_size
+        if not self.spec.state_bytes:
+            self._start[:] = position + 1 - self.width * self.spec.page_size
 
     def _lay_out(self, num_rows: int, width: int) -> None:
         self.num_rows, self.width, self.changed = num_rows, width, True

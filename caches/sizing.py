@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+ENDLESS = 2**31 - 1
+"""Page size of state that does not grow: its one page has room for every position."""
+
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -15,8 +18,9 @@ class GroupSpec:
         name: stable and readable, "full" or "sliding:512"; metric label and `mlxd check` row.
         layers: indexes into the model's cache list.
         window: None for full attention; else a position attends to itself and the `window - 1` before it.
-        page_size: positions a page holds.
+        page_size: positions a page holds; ENDLESS for state that does not grow.
         bytes_per_token: bytes one more position of one row costs, K and V, over all `layers`.
+        state_bytes: bytes of a row's state where it does not grow, over all `layers`: its one page.
     """
 
     name: str
@@ -24,10 +28,16 @@ class GroupSpec:
     window: int | None
     page_size: int
     bytes_per_token: int
+    state_bytes: int = 0
 
     @property
     def page_bytes(self) -> int:
-        return self.page_size * self.bytes_per_token
+        return self.state_bytes or self.page_size * self.bytes_per_token
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a row's part stops growing, however long it gets."""
+        return self.window is not None or self.state_bytes > 0
 
     def pages_for(self, num_tokens: int, chunk: int) -> int:
         """Most pages a row ever holds at once while it grows to `num_tokens`, prefilled `chunk` at a time.
@@ -95,17 +105,17 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share `budget_bytes` out between the groups' pools.
 
-    Bounded (sliding) groups come first, since a short row needs as much of them as a long one: they get what
-    `max_rows` rows need, where that is at most half the budget; else what half the budget gives, or their
-    part of the rows of full length that fit, if that is more. Full-attention groups share the rest. No group
-    gets more than `max_rows` rows of full length need.
+    Bounded groups (sliding windows, state) come first, since a short row needs as much of them as a long one:
+    they get what `max_rows` rows need, where that is at most half the budget; else what half the budget
+    gives, or their part of the rows of full length that fit, if that is more. Full-attention groups share the
+    rest. No group gets more than `max_rows` rows of full length need.
 
     Raises:
         ValueError: the budget does not hold one page of each group.
     """
     need = {s.name: s.pages_for(max_model_len, chunk) for s in specs}
-    bounded = [s for s in specs if s.window is not None]
-    full = [s for s in specs if s.window is None]
+    bounded = [s for s in specs if s.is_bounded]
+    full = [s for s in specs if not s.is_bounded]
     bounded_bytes = sum(need[s.name] * s.page_bytes for s in bounded)
     full_bytes = sum(need[s.name] * s.page_bytes for s in full)
     pages: dict[str, int] = {}

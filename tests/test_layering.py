@@ -30,7 +30,7 @@ MLX_OWNERS = {
         "selftest",
         "tuning",
     },
-    "caches": {"kinds", "paged", "paged_view", "rotating", "row_group"},
+    "caches": {"kinds", "paged", "paged_view", "recurrent", "rotating", "row_group"},
     "metrics": set(),
     "scheduler": set(),
 }
