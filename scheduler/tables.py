@@ -53,8 +53,8 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
             (
                 group.spec.name,
                 str(len(group.spec.layers)),
-                str(group.spec.bytes_per_token),
-                str(group.spec.page_size),
+                str(group.spec.bytes_per_token or group.spec.state_bytes),
+                "1 row" if group.spec.state_bytes else str(group.spec.page_size),
                 str(group.num_pages),
                 str(group.spec.pages_for(plan.max_model_len, plan.chunk)),
                 show_bytes(group.capacity_bytes),
