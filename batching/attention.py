@@ -7,9 +7,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.fast_exp import exp_of_difference
+from mlxd.batching.attention_quantized import attend_packed_pages
+from mlxd.batching.page_softmax import softmax_over_pages
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
+from mlxd.caches.quantized import QuantizedPrefill, QuantizedStandIn
 
 _SEAM = "scaled_dot_product_attention"
 
@@ -79,15 +81,7 @@ class InPlace:
             lhs_indices=mx.broadcast_to(query, pages.shape),
             rhs_indices=pages,
         )  # [B, heads, T, group, size]
-        scores = scores.astype(mx.float32) + view.bias
-        top = scores.max(axis=(2, 4), keepdims=True)
-        if sinks is not None:
-            sink = sinks.astype(mx.float32).reshape(1, heads, 1, group, 1)
-            top = mx.maximum(top, sink)
-        weights = exp_of_difference(scores, top)
-        total = weights.sum(axis=(2, 4))
-        if sinks is not None:
-            total = total + mx.exp(sink - top).reshape(batch, heads, group)
+        weights, total = softmax_over_pages(scores, view.bias, sinks)
         partial = mx.gather_mm(
             weights.astype(values.dtype).reshape(-1, group, size),
             values.reshape(num_pages * heads, size, value_dim),
@@ -115,7 +109,7 @@ def model_modules(model: nn.Module) -> list[ModuleType]:
 
 
 def install_seam(model: nn.Module) -> None:
-    """Send the model's attention calls on a paged stand-in to its variant, all others where they went.
+    """Send the model's attention calls on one of our stand-ins where it says, all others where they went.
 
     The one place where something of mlx-lm is replaced: the name `scaled_dot_product_attention` in the
     modules that define the model's layers. It stays for the life of the process; installing it again changes
@@ -128,7 +122,9 @@ def install_seam(model: nn.Module) -> None:
 
 
 class _Redirect:
-    """mlx-lm's attention function, but for stand-ins whose variant attends by itself."""
+    """mlx-lm's attention function, but for stand-ins whose variant attends by itself, or whose numbers are
+    packed.
+    """
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -147,5 +143,9 @@ class _Redirect:
             chosen = cache.view.attention
             if isinstance(chosen, InPlace):
                 return chosen.attend(queries, keys, values, cache.view, scale, extra.get("sinks"))
+        if isinstance(cache, QuantizedStandIn):
+            return attend_packed_pages(cache, queries, scale, extra.get("sinks"))
+        if isinstance(cache, QuantizedPrefill):
+            return cache.attend(queries, scale, mask, extra.get("sinks"))
         result: mx.array = self._original(queries, keys, values, cache=cache, scale=scale, mask=mask, **extra)
         return result

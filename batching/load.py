@@ -18,11 +18,13 @@ from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, load_model, resolve
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
+from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
 _VARIANTS = ("in_place", "gathered")
+_PACKED_VARIANTS = ("in_place",)
 
 
 @contextmanager
@@ -54,6 +56,7 @@ def load_runner(
     prefill_chunk: int | Literal["auto"],
     budget: str | int | float,
     page_size: int | Literal["auto"],
+    quantization: Quantization | None,
     compile: Literal["auto", "on", "off"],
     attention: Literal["auto", "in_place", "gathered"],
     warmup_s: float,
@@ -63,7 +66,7 @@ def load_runner(
 
     Args:
         max_model_len: None takes the model's own context.
-        budget, page_size, compile, attention, warmup_s: as in the configuration.
+        budget, page_size, quantization, compile, attention, warmup_s: as in the configuration.
         progress: told of "download", "convert", "load", "self-test", "tune", "trace"; may end the load by an
             error of its own.
 
@@ -76,7 +79,7 @@ def load_runner(
         logger.warning("%s", blas.warning)
     loaded = load_model(resolve(model_path, progress), progress, max_model_len)
     size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
-    layers = layers_of(loaded.model)
+    layers = layers_of(loaded.model, quantization)
     progress("tune", 0.0)
     chunk = prefill_chunk
     if chunk == "auto":
@@ -103,7 +106,10 @@ def load_runner(
     )
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
-    right = _self_test(runner, loaded, memory, _VARIANTS if attention == "auto" else (attention,), progress)
+    variants = (
+        (attention,) if attention != "auto" else _VARIANTS if quantization is None else _PACKED_VARIANTS
+    )
+    right = _self_test(runner, loaded, memory, variants, quantization, progress)
     _tune(runner, memory, right, compile, warmup_s, progress)
     gc.collect()
     mx.clear_cache()
@@ -112,7 +118,12 @@ def load_runner(
 
 
 def _self_test(
-    runner: MlxRunner, loaded: LoadedModel, memory: MemoryPlan, variants: tuple[str, ...], progress: Progress
+    runner: MlxRunner,
+    loaded: LoadedModel,
+    memory: MemoryPlan,
+    variants: tuple[str, ...],
+    quantization: Quantization | None,
+    progress: Progress,
 ) -> list[str]:
     """The variants that are right; narrows the runner to one row where none is right for three.
 
@@ -124,7 +135,7 @@ def _self_test(
     oracle = []
     for prompt in ragged:
         progress("self-test", 0.0)
-        oracle.append(oracle_logprobs(loaded.model, prompt))
+        oracle.append(oracle_logprobs(loaded.model, prompt, quantization))
     for together in (True, False):
         right, faults = [], []
         for index, name in enumerate(variants):
@@ -132,7 +143,9 @@ def _self_test(
             still_here()
             runner.set_attention(name)
             rows = slice(None) if together else slice(0, 1)
-            fault = fault_in(runner, memory, oracle[rows], ragged[rows], still_here)
+            fault = fault_in(
+                runner, memory, oracle[rows], ragged[rows], still_here, packed=quantization is not None
+            )
             runner.reset()
             if fault is None:
                 right.append(name)

@@ -8,7 +8,8 @@ import mlx.nn as nn
 
 from mlxd.batching.errors import ModelError
 from mlxd.caches.budget import parse_budget
-from mlxd.caches.kinds import Layer, UnsupportedCacheError, group_specs, inspect_layers
+from mlxd.caches.kinds import Layer, UnsupportedCacheError, group_specs, inspect_layers, packed_layers
+from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan, plan_memory
 
 PAGE_SIZES = {"cpu": 64, "gpu": 64}
@@ -36,10 +37,15 @@ def main_dtype(parameters: Iterable[mx.array]) -> mx.Dtype:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    """Raises ModelError that names the cache kind which is not supported, and its layer."""
+def layers_of(model: nn.Module, quantization: Quantization | None = None) -> tuple[Layer, ...]:
+    """The model's layers, their keys and values packed where `quantization` says how.
+
+    Raises:
+        ModelError: names the cache kind which is not supported, or cannot be packed, and its layer.
+    """
     try:
-        return inspect_layers(model)
+        layers = inspect_layers(model)
+        return layers if quantization is None else packed_layers(layers, quantization)
     except UnsupportedCacheError as error:
         raise ModelError(str(error)) from error
 

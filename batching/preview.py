@@ -5,6 +5,7 @@ from typing import Literal
 from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
 from mlxd.batching.model import open_model, resolve
 from mlxd.batching.runner import Progress
+from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
 ASSUMED_CHUNK = 256
@@ -19,6 +20,7 @@ def preview_plan(
     prefill_chunk: int | Literal["auto"],
     budget: str | int | float,
     page_size: int | Literal["auto"],
+    quantization: Quantization | None,
     progress: Progress,
 ) -> MemoryPlan:
     """The memory plan of these settings, as in the configuration.
@@ -32,7 +34,7 @@ def preview_plan(
     size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
     chunk = ASSUMED_CHUNK if prefill_chunk == "auto" else prefill_chunk
     return plan_for(
-        layers_of(loaded.model),
+        layers_of(loaded.model, quantization),
         weights_bytes=loaded.weights_bytes,
         free_bytes=device_memory_bytes() - loaded.weights_bytes,
         budget=budget,

@@ -10,7 +10,8 @@ from mlxd.batching.driver import Driver
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.plan import RowResult
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.caches.kinds import native_caches
+from mlxd.caches.kinds import native_caches, rounded_caches
+from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
 _STEPS = 3
@@ -23,9 +24,13 @@ _HALF = 0.35
 """Largest log-probability differences taken for rounding, by precision; wrong rows differ by units."""
 
 
-def tolerance(dtype: mx.Dtype, device: mx.DeviceType) -> float:
-    """Largest log-probability difference between two right ways to compute. GPUs multiply float32 in TF32."""
-    if dtype != mx.float32:
+def tolerance(dtype: mx.Dtype, device: mx.DeviceType, *, packed: bool = False) -> float:
+    """Largest log-probability difference between two right ways to compute.
+
+    GPUs multiply float32 in TF32. Where keys and values are packed, a difference in the last bit may move a
+    number by a whole code.
+    """
+    if dtype != mx.float32 or packed:
         return _HALF
     return _EXACT if device == mx.cpu else _TF32
 
@@ -49,14 +54,17 @@ def fault_in(
     oracle: Sequence[Sequence[mx.array]],
     ragged: Sequence[Sequence[int]],
     still_here: Callable[[], None] = _tell_nobody,
+    *,
+    packed: bool = False,
 ) -> str | None:
     """What is wrong when these prompts run together, or None.
 
     Args:
         oracle: per prompt and step, log-probabilities [V] float32 of mlx-lm's own single-row run.
         still_here: called between steps.
+        packed: whether keys and values are quantised.
     """
-    limit = tolerance(runner.dtype, mx.default_device().type)
+    limit = tolerance(runner.dtype, mx.default_device().type, packed=packed)
     driver = Driver(runner, memory)
     rows = [driver.join(prompt, _WATCH) for prompt in ragged]
     try:
@@ -89,9 +97,15 @@ def _difference(result: RowResult, expected: mx.array) -> float:
     return float(mx.max(mx.abs(expected[ids] - seen)))
 
 
-def oracle_logprobs(model: nn.Module, prompt: Sequence[int]) -> list[mx.array]:
-    """Log-probabilities of the next tokens by mlx-lm's own caches, one row, greedy; [V] float32 a step."""
-    caches = native_caches(model)
+def oracle_logprobs(
+    model: nn.Module, prompt: Sequence[int], quantization: Quantization | None = None
+) -> list[mx.array]:
+    """Log-probabilities of the next tokens by mlx-lm's own caches, one row, greedy; [V] float32 a step.
+
+    Args:
+        quantization: the precision to which the caches round what they are given.
+    """
+    caches = native_caches(model) if quantization is None else rounded_caches(model, quantization)
     if len(prompt) > 1:
         model(mx.array([list(prompt[:-1])]), cache=caches)
         mx.eval([cache.state for cache in caches])

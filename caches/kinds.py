@@ -1,7 +1,7 @@
 """Which of our cache kinds stands in for which of mlx-lm's; a new kind is one file and one line here."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +10,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import RowCache
+from mlxd.caches.packed import pack
 from mlxd.caches.paged import LayerShape, PagedRows
+from mlxd.caches.quantization import Quantization
+from mlxd.caches.quantized import QuantizedRotatingRows, QuantizedRows, QuantizedShape
 from mlxd.caches.recurrent import RecurrentRows, StateShape
 from mlxd.caches.rotating import RotatingRows
 from mlxd.caches.row_group import RowGroup
@@ -34,6 +37,7 @@ class Kind:
         shape: (flat index, what a one-token forward left) -> the layer's shape, None where it stored nothing.
         make: the cache of one layer: (shape, group, num_pages).
         probes: whether that forward gets a probe in place of the native cache.
+        make_packed: its packed form, of a QuantizedShape; None where there is nothing to pack.
     """
 
     native: type
@@ -42,6 +46,7 @@ class Kind:
     shape: Callable[[int, Any], Shape | None]
     make: Callable[[Any, RowGroup, int], RowCache]
     probes: bool = True
+    make_packed: Callable[[Any, RowGroup, int], RowCache] | None = None
 
 
 class _ShapeProbe:
@@ -77,13 +82,21 @@ def _state_shape(index: int, native: Any) -> StateShape | None:
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind(KVCache, lambda cache: "full", lambda cache: None, _attention_shape, PagedRows),
+    Kind(
+        KVCache,
+        lambda cache: "full",
+        lambda cache: None,
+        _attention_shape,
+        PagedRows,
+        make_packed=QuantizedRows,
+    ),
     Kind(
         RotatingKVCache,
         lambda cache: f"sliding:{cache.max_size}",
         lambda cache: int(cache.max_size),
         _attention_shape,
         RotatingRows,
+        make_packed=QuantizedRotatingRows,
     ),
     Kind(ArraysCache, lambda cache: "state", lambda cache: None, _state_shape, RecurrentRows, probes=False),
 )
@@ -105,6 +118,22 @@ def native_caches(model: nn.Module) -> list[Any]:
     if hasattr(model, "make_cache"):
         return list(model.make_cache())
     return [KVCache() for _ in model.layers]
+
+
+def rounded_caches(model: nn.Module, quantization: Quantization) -> list[Any]:
+    """`native_caches` that store what packing leaves of each number: the oracle of packed kinds."""
+    caches = native_caches(model)
+    for path, native in _flatten(caches):
+        if _kind_of(path[0], native).make_packed is not None:
+            native.update_and_fetch = _rounding(native.update_and_fetch, quantization)
+    return caches
+
+
+def _rounding(update: Callable[..., Any], quantization: Quantization) -> Callable[..., Any]:
+    def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
+        return update(pack(keys, quantization).dense(), pack(values, quantization).dense())
+
+    return update_and_fetch
 
 
 def _kind_of(index: int, cache: object) -> Kind:
@@ -137,6 +166,36 @@ def inspect_layers(model: nn.Module) -> tuple[Layer, ...]:
             raise UnsupportedCacheError(f"layer {path[0]} stores nothing in its {type(native).__name__}")
         layers.append(Layer(kind, path, kind.group(native), kind.window(native), shape))
     return tuple(layers)
+
+
+def packed_layers(layers: Sequence[Layer], quantization: Quantization) -> tuple[Layer, ...]:
+    """The same layers, those with keys and values in their packed form.
+
+    Raises:
+        UnsupportedCacheError: a head's width is not a multiple of the group size, or no layer can be packed.
+    """
+    if not any(layer.kind.make_packed for layer in layers):
+        raise UnsupportedCacheError("the model keeps no keys and values that could be quantised")
+    return tuple(_packed(layer, quantization) for layer in layers)
+
+
+def _packed(layer: Layer, quantization: Quantization) -> Layer:
+    kind, shape = layer.kind, layer.shape
+    if kind.make_packed is None or not isinstance(shape, LayerShape):
+        return layer
+    for dim in (shape.key_dim, shape.value_dim):
+        if dim % quantization.group_size:
+            raise UnsupportedCacheError(
+                f"layer {layer.path[0]} has heads {dim} wide, not a multiple of the quantisation's "
+                f"group_size, {quantization.group_size}"
+            )
+    return replace(
+        layer,
+        kind=replace(kind, make=kind.make_packed),
+        shape=QuantizedShape(
+            shape.index, shape.n_kv_heads, shape.key_dim, shape.value_dim, shape.dtype, quantization
+        ),
+    )
 
 
 def _flatten(natives: Sequence[Any]) -> list[tuple[Path, Any]]:

@@ -28,8 +28,13 @@ class LayerShape:
     dtype: mx.Dtype
 
     @property
+    def planes(self) -> tuple[tuple[int, mx.Dtype], ...]:
+        """Width and dtype of each array that stores the layer, in the order of `PagedRows.planes`."""
+        return (self.key_dim, self.dtype), (self.value_dim, self.dtype)
+
+    @property
     def bytes_per_token(self) -> int:
-        return self.n_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+        return self.n_kv_heads * sum(width * dtype.size for width, dtype in self.planes)
 
 
 class PagedStandIn:
@@ -73,8 +78,7 @@ class PagedPrefill:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         rows, view = self._rows, self._view
-        rows.keys = view.write(rows.keys, keys)
-        rows.values = view.write(rows.values, values)
+        rows.planes = [view.write(rows.keys, keys), view.write(rows.values, values)]
         self._fetched = view.read(rows.keys, keys), view.read(rows.values, values)
         return self._fetched
 
@@ -94,7 +98,8 @@ class PagedPrefill:
 class PagedRows:
     """One full-attention layer, all rows: a pool of pages whose tables live in its group.
 
-    keys: [num_pages + 1, n_kv_heads, page_size, key_dim]; values: the same with value_dim. Page 0 is scratch.
+    planes: keys [num_pages + 1, n_kv_heads, page_size, key_dim], and values, the same with value_dim.
+        Page 0 is scratch.
     """
 
     prefill_maintenance = None
@@ -110,11 +115,18 @@ class PagedRows:
 
     def reset(self) -> None:
         """Empty pools, as new: also after an evaluation that failed, which the old arrays would repeat."""
-        shape, pages, size = self.shape, self._num_pages + 1, self.group.spec.page_size
-        self.keys = mx.zeros((pages, shape.n_kv_heads, size, shape.key_dim), shape.dtype)
-        self.values = mx.zeros((pages, shape.n_kv_heads, size, shape.value_dim), shape.dtype)
+        lead = self._num_pages + 1, self.shape.n_kv_heads, self.group.spec.page_size
+        self.planes = [mx.zeros((*lead, width), dtype) for width, dtype in self.shape.planes]
         self._offsets: tuple[int, ...] = ()
         self._round: tuple[int, ...] | None = None
+
+    @property
+    def keys(self) -> mx.array:
+        return self.planes[0]
+
+    @property
+    def values(self) -> mx.array:
+        return self.planes[1]
 
     @property
     def num_rows(self) -> int:
@@ -164,10 +176,10 @@ class PagedRows:
         return DecodeSlot(key=self.signature(), num_inputs=2, num_outputs=2, trace=trace)
 
     def decode_inputs(self, plan: DecodeStepPlan, step: DecodeStepInputs) -> list[mx.array]:
-        return [self.keys, self.values]
+        return list(self.planes)
 
     def commit_decode_step(self, slot: DecodeSlot, outputs: Sequence[mx.array]) -> list[mx.array]:
-        self.keys, self.values = outputs
+        self.planes = list(outputs)
         self._offsets = self.group.advanced(self._offsets)
         return []
 
@@ -176,11 +188,11 @@ class PagedRows:
 
     def scrub(self, pages: mx.array) -> None:
         """Zero these pages, int32 [n], before they get another owner."""
-        self.keys[pages] = mx.zeros((), self.keys.dtype)
-        self.values[pages] = mx.zeros((), self.values.dtype)
+        for plane in self.planes:
+            plane[pages] = mx.zeros((), plane.dtype)
 
     def state(self) -> list[mx.array]:
-        return [self.keys, self.values]
+        return list(self.planes)
 
     def is_trimmable(self) -> bool:
         return True
@@ -207,22 +219,24 @@ class PagedRows:
 
     def capture_donor_rows(self) -> KvDonorRows:
         """A copy, pages gathered into order; later appends, leaves and disposal do not reach it."""
+        keys, values = self._planes_in_order()
+        starts, ends = self._live_columns()
+        return KvDonorRows(keys, values, self._offsets, starts, ends)
+
+    def _planes_in_order(self) -> list[mx.array]:
+        """Each plane as [num_rows, n_kv_heads, T * page_size, width]: a copy of the rows' pages."""
         table = mx.array(self.group.table[: self.num_rows], dtype=mx.int32)
+        return [_in_order(plane, table) for plane in self.planes]
+
+    def _live_columns(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """First and one past the last column that each row's next position attends to, in its pages."""
         bases = [int(start) for start in self.group.start[: self.num_rows]]
         window = self.group.spec.window
         ends = tuple(offset - base for offset, base in zip(self._offsets, bases, strict=True))
-        starts = tuple(0 if window is None else max(0, end - window) for end in ends)
-        return KvDonorRows(
-            keys=_in_order(self.keys, table),
-            values=_in_order(self.values, table),
-            offsets=self._offsets,
-            starts=starts,
-            ends=ends,
-        )
+        return tuple(0 if window is None else max(0, end - window) for end in ends), ends
 
     def dispose(self) -> None:
-        self.keys = mx.zeros((0,), self.shape.dtype)
-        self.values = mx.zeros((0,), self.shape.dtype)
+        self.planes = []
         self._offsets = ()
         self._round = None
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from mlxd.caches.budget import ALLOWED_BUDGETS, check_budget
+from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
 from mlxd.scheduler.document import Document, Keys, parse_document, read_text
 
@@ -72,10 +73,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`budget`: bytes ("8GiB", 1048576) or a share of the device memory left after weights (0.6)."""
+    """`budget`: bytes ("8GiB", 1048576) or a share of the device memory left after weights (0.6).
+
+    `quantization`: how keys and values are packed; None keeps them as the model computes them.
+    """
 
     budget: Budget = 0.6
     page_size: Literal["auto", 16, 32, 64, 128, 256] = "auto"
+    quantization: Quantization | None = None
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,6 +149,11 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
         yield (
             ("scheduler", "prefill_chunk"),
             f"is {chunk}; it must be a multiple of cache.page_size, {page}",
+        )
+    if config.cache.quantization is not None and config.decode.attention == "gathered":
+        yield (
+            ("decode", "attention"),
+            "is 'gathered'; with cache.quantization pages are read in_place",
         )
     yield from _tenant_problems(config.tenants)
 

@@ -69,6 +69,7 @@ def _memory_plan(config: Config, progress: Progress) -> MemoryPlan:
         prefill_chunk=config.scheduler.prefill_chunk,
         budget=config.cache.budget,
         page_size=config.cache.page_size,
+        quantization=config.cache.quantization,
         progress=progress,
     )
 

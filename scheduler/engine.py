@@ -270,6 +270,7 @@ def load_model_runner(config: Config, progress: Progress) -> Runner:
         prefill_chunk=config.scheduler.prefill_chunk,
         budget=config.cache.budget,
         page_size=config.cache.page_size,
+        quantization=config.cache.quantization,
         compile=config.decode.compile,
         attention=config.decode.attention,
         warmup_s=config.decode.warmup_s,

@@ -21,13 +21,18 @@ def type_at(target: type, keys: Sequence[str | int]) -> Type:
             assert isinstance(info, inspect.VarTupleType | inspect.ListType)
             info = info.item_type
         else:
-            assert isinstance(info, inspect.StructType)
-            info = next(field.type for field in info.fields if field.name == key)
+            info = next(field.type for field in _fields(info) if field.name == key)
     return info
 
 
+def _fields(info: Type) -> Sequence[inspect.Field]:
+    """Of a struct, or of the struct that a value may be; none of anything else."""
+    kinds = info.types if isinstance(info, inspect.UnionType) else (info,)
+    return next((kind.fields for kind in kinds if isinstance(kind, inspect.StructType)), ())
+
+
 def field_names(info: Type) -> list[str]:
-    return [field.name for field in info.fields] if isinstance(info, inspect.StructType) else []
+    return [field.name for field in _fields(info)]
 
 
 def is_secret(info: Type) -> bool:

@@ -11,10 +11,13 @@ import pytest
 from mlxd.batching.attention import Gathered
 from mlxd.batching.decode import StepInputs
 from mlxd.caches.contract import has_spec_round, is_compiled_decode, is_row_batch, signature_of
+from mlxd.caches.packed import pack
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged import LayerShape, PagedRows
 from mlxd.caches.paged_view import PagedView
+from mlxd.caches.quantization import Quantization
+from mlxd.caches.quantized import QuantizedRotatingRows, QuantizedRows, QuantizedShape
 from mlxd.caches.rotating import RotatingRows
 from mlxd.caches.row_group import RowGroup
 from mlxd.caches.sizing import GroupSpec
@@ -22,10 +25,17 @@ from mlxd.caches.sizing import GroupSpec
 PAGE = 4
 WINDOW = 6
 HEADS = 2
-KEY_DIM = 3
-VALUE_DIM = 5
+KEY_DIM = 32
+VALUE_DIM = 64
 NUM_PAGES = 24
-KINDS = {"paged": (PagedRows, None), "rotating": (RotatingRows, WINDOW)}
+FOUR_BITS = Quantization(bits=4, group_size=32)
+EIGHT_BITS = Quantization(bits=8, group_size=32)
+KINDS: dict[str, tuple[type[PagedRows], int | None, Quantization | None]] = {
+    "paged": (PagedRows, None, None),
+    "rotating": (RotatingRows, WINDOW, None),
+    "quantized": (QuantizedRows, None, FOUR_BITS),
+    "rotating quantized": (QuantizedRotatingRows, WINDOW, EIGHT_BITS),
+}
 
 Bytes = npt.NDArray[np.float32]
 
@@ -33,15 +43,17 @@ Bytes = npt.NDArray[np.float32]
 def number(row: int, position: int, dim: int) -> Bytes:
     """[HEADS, 1, dim], a number for every cell that no other cell has."""
     cells = np.arange(HEADS * dim, dtype=np.float32).reshape(HEADS, 1, dim)
-    return cells + 100 * position + 10_000 * (row + 1)
+    return cells + 1_000 * position + 100_000 * (row + 1)
 
 
 class Layer:
     """One layer, its group and pool; it appends numbers that tell where they belong."""
 
     def __init__(self, kind: str, num_pages: int = NUM_PAGES) -> None:
-        rows, window = KINDS[kind]
-        self.shape = LayerShape(0, HEADS, KEY_DIM, VALUE_DIM, mx.float32)
+        rows, window, self.quantization = KINDS[kind]
+        dense = (0, HEADS, KEY_DIM, VALUE_DIM, mx.float32)
+        packed = self.quantization
+        self.shape = LayerShape(*dense) if packed is None else QuantizedShape(*dense, packed)
         self.spec = GroupSpec("group", (0,), window, PAGE, self.shape.bytes_per_token)
         self.pool = PagePool(num_pages)
         self.group = RowGroup(self.spec)
@@ -80,6 +92,12 @@ class Layer:
     def new(self, dim: int) -> mx.array:
         return mx.array(np.stack([number(row, offset, dim) for row, offset in enumerate(self.offsets)]))
 
+    def stored(self, numbers: Bytes) -> Bytes:
+        """What is left of numbers that this layer stored."""
+        if self.quantization is None:
+            return numbers
+        return np.array(pack(mx.array(numbers), self.quantization).dense())
+
 
 def layer_at(kind: str, offsets: Sequence[int]) -> Layer:
     """Rows that joined one after another and reached these offsets, the longest first."""
@@ -104,7 +122,7 @@ def assert_donates(layer: Layer) -> None:
         positions = held_positions(layer, row)
         for pool, dim in ((donor.keys, KEY_DIM), (donor.values, VALUE_DIM)):
             expected = np.concatenate([number(row, position, dim) for position in positions], axis=1)
-            np.testing.assert_array_equal(np.array(pool[row, :, columns]), expected)
+            np.testing.assert_array_equal(np.array(pool[row, :, columns]), layer.stored(expected))
         first = donor.offsets[row] - donor.ends[row] + donor.starts[row]
         assert first == positions.start
 
@@ -205,7 +223,7 @@ class TestEveryKind:
         layer.cache.reset()
         assert layer.cache.row_offsets == ()
         assert not any(np.array(pool).any() for pool in layer.cache.state())
-        assert [pool.shape[0] for pool in layer.cache.state()] == [NUM_PAGES + 1] * 2
+        assert [pool.shape[0] for pool in layer.cache.state()] == [NUM_PAGES + 1] * len(layer.shape.planes)
 
     def test_scrub_zeroes_its_pages_and_no_other(self, kind: str) -> None:
         layer = layer_at(kind, (5,))
@@ -273,6 +291,8 @@ class TestEveryKind:
 def test_signatures_name_what_changes_bytes_or_arithmetic() -> None:
     assert signature_of(Layer("paged").cache) == f"kv:paged:{PAGE}"
     assert signature_of(Layer("rotating").cache) == f"kv:paged-rotating:{WINDOW}:{PAGE}"
+    assert signature_of(Layer("quantized").cache) == f"kv:paged-quant:4:32:{PAGE}"
+    assert signature_of(Layer("rotating quantized").cache) == f"kv:paged-rotating-quant:{WINDOW}:8:32:{PAGE}"
 
 
 def test_rotating_rows_hand_pages_back_and_can_then_be_trimmed_only_by_force() -> None:

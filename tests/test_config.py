@@ -67,7 +67,10 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
     ("section", "message"),
     [
         ("cach: {}", "x.yaml:4: cach is not a setting; did you mean cache?"),
-        ("cache: {block: 3}", "x.yaml:4: cache.block is not a setting; known are budget, page_size"),
+        (
+            "cache: {block: 3}",
+            "x.yaml:4: cache.block is not a setting; known are budget, page_size, quantization",
+        ),
         (
             "cache:\n  page_size: 17",
             "x.yaml:5: cache.page_size is 17; it must be 16, 32, 64, 128, 256 or auto",
@@ -106,6 +109,26 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         ("model: {path: ''}", "x.yaml:4: model.path is ''; it must be text of 1 or more characters"),
         ('model: {path: "a\\0b"}', "x.yaml:4:15: 'a\\x00b' has unprintable characters"),
         ("model: {path: 3}", "x.yaml:4: model.path is 3; it must be text of 1 or more characters"),
+        (
+            "cache: {quantization: {bits: 3}}",
+            "x.yaml:4: cache.quantization.bits is 3; it must be 4 or 8",
+        ),
+        (
+            "cache: {quantization: {}}",
+            "x.yaml:4: cache.quantization.bits is missing",
+        ),
+        (
+            "cache: {quantization: {bits: 8, group_size: 128}}",
+            "x.yaml:4: cache.quantization.group_size is 128; it must be 32 or 64",
+        ),
+        (
+            "cache: {quantization: {bits: 8, start: 0}}",
+            "x.yaml:4: cache.quantization.start is not a setting; known are bits, group_size",
+        ),
+        (
+            "cache: {quantization: {bits: 8}}\ndecode: {attention: gathered}",
+            "x.yaml:5: decode.attention is 'gathered'; with cache.quantization pages are read in_place",
+        ),
         (
             "cache: {page_size: 32}\nscheduler: {prefill_chunk: 48}",
             "x.yaml:5: scheduler.prefill_chunk is 48; it must be a multiple of cache.page_size, 32",

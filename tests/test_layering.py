@@ -15,6 +15,7 @@ MLX = {"mlx", "mlx_lm"}
 MLX_OWNERS = {
     "batching": {
         "attention",
+        "attention_quantized",
         "batch",
         "decode",
         "fast_exp",
@@ -23,6 +24,7 @@ MLX_OWNERS = {
         "memory",
         "mlx_runner",
         "model",
+        "page_softmax",
         "prefill",
         "preview",
         "sampler",
@@ -30,7 +32,7 @@ MLX_OWNERS = {
         "selftest",
         "tuning",
     },
-    "caches": {"kinds", "paged", "paged_view", "recurrent", "rotating", "row_group"},
+    "caches": {"kinds", "packed", "paged", "paged_view", "quantized", "recurrent", "rotating", "row_group"},
     "metrics": set(),
     "scheduler": set(),
 }

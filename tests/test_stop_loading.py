@@ -167,7 +167,7 @@ def test_a_load_that_is_stopped_leaves_no_array_behind(config: Config, stage: st
 
 
 def test_a_load_that_fails_leaves_no_array_behind(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "fault_in", lambda *arguments: "off by one")
+    monkeypatch.setattr(load, "fault_in", lambda *arguments, **named: "off by one")
     assert left_bytes(config, ignore_progress, ModelError) < CONSTANTS_BYTES
 
 

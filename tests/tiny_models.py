@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, cast
 
@@ -19,7 +19,8 @@ from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerInfo
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.caches.kinds import group_specs, inspect_layers, native_caches
+from mlxd.caches.kinds import group_specs, inspect_layers, native_caches, packed_layers
+from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan, plan_memory
 
 VOCAB = 64
@@ -66,7 +67,16 @@ FAMILIES: dict[str, Family] = {
 
 WIDE = "wide"
 """A llama whose keys and values outweigh everything else, 16 KiB a token; for tests of memory."""
-_MODELS = {**FAMILIES, WIDE: Family("llama", config={"num_hidden_layers": 8, "head_dim": 128})}
+_MODELS = {
+    **FAMILIES,
+    **{
+        f"{name}/64": replace(family, config={**family.config, "head_dim": 64})
+        for name, family in FAMILIES.items()
+        if name not in ("qwen2", "phi3")  # their heads are as wide as the model over their number
+    },
+    WIDE: Family("llama", config={"num_hidden_layers": 8, "head_dim": 128}),
+}
+"""By name; "llama/64" is llama with heads 64 wide, which can be packed."""
 
 
 def edge_lengths(family: str) -> list[int]:
@@ -137,10 +147,13 @@ def make_rig(
     max_model_len: int = 128,
     budget_bytes: int = 2**22,
     page_size: int = PAGE,
+    quantization: Quantization | None = None,
 ) -> Rig:
     """A runner with fresh pools; it compiles only where asked to, since each graph may call a compiler."""
     model = tiny_model(family)
     layers = inspect_layers(model)
+    if quantization is not None:
+        layers = packed_layers(layers, quantization)
     memory = plan_memory(
         group_specs(layers, page_size),
         budget_bytes=budget_bytes,
