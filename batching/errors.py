@@ -35,3 +35,18 @@ class ModelError(MlxdError):
     """A model folder cannot be loaded or served; the message says which file or which layer kind."""
 
     code = "model"
+
+
+class SettingError(ModelError):
+    """A setting that is wrong for this model or this machine: no restart mends it.
+
+    Attributes:
+        keys: its path in the configuration, ("cache", "budget") or ("tenants", 0, "kv_share").
+        sentence: what follows the setting's name: "is 0.5; it must be ...".
+    """
+
+    def __init__(self, keys: tuple[str | int, ...], sentence: str) -> None:
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+        super().__init__(f"{path.removeprefix('.')} {sentence}")
+        self.keys = keys
+        self.sentence = sentence

@@ -15,9 +15,10 @@ from mlxd.batching.blas import ensure_blas
 from mlxd.batching.errors import ModelError
 from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
-from mlxd.batching.model import LoadedModel, load_model, resolve
+from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
+from mlxd.batching.tuning import TimeBox
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
@@ -71,19 +72,24 @@ def load_runner(
             error of its own.
 
     Raises:
-        ModelError: the model cannot be loaded, has a cache kind that is not supported, or is wrong even one
-            row at a time.
+        SettingError: the model cannot be loaded or has a cache kind that is not supported, or a setting does
+            not fit it or this machine.
+        ModelError: it cannot be fetched, or is wrong even one row at a time.
     """
     blas = ensure_blas()
     if blas.warning:
         logger.warning("%s", blas.warning)
-    loaded = load_model(resolve(model_path, progress), progress, max_model_len)
+    folder = resolve(model_path, progress)
+    with blaming_path(model_path):
+        loaded = load_model(folder, progress, max_model_len, name=model_path)
+        layers = layers_of(loaded.model, quantization)
     size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
-    layers = layers_of(loaded.model, quantization)
     progress("tune", 0.0)
+    box = TimeBox(warmup_s)
     chunk = prefill_chunk
     if chunk == "auto":
-        chunk = tuning.choose_chunk(loaded.model, prefill_ms, size, loaded.max_model_len, progress)
+        chunk = tuning.choose_chunk(loaded.model, prefill_ms, size, loaded.max_model_len, box, progress)
+    left_s = box.left_s
     memory = plan_for(
         layers,
         weights_bytes=loaded.weights_bytes,
@@ -92,7 +98,7 @@ def load_runner(
         page_size=size,
         max_rows=max_rows,
         max_model_len=loaded.max_model_len,
-        chunk=max(size, chunk // size * size),
+        chunk=chunk,
     )
     info = RunnerInfo(
         model=model_path,
@@ -110,7 +116,8 @@ def load_runner(
         (attention,) if attention != "auto" else _VARIANTS if quantization is None else _PACKED_VARIANTS
     )
     right = _self_test(runner, loaded, memory, variants, quantization, progress)
-    _tune(runner, memory, right, compile, warmup_s, progress)
+    _tune(runner, memory, right, compile, TimeBox(left_s), progress)
+    runner.step.compiled_steps = runner.step.eager_steps = 0  # these count service
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -167,29 +174,34 @@ def _tune(
     memory: MemoryPlan,
     right: list[str],
     compile: Literal["auto", "on", "off"],
-    warmup_s: float,
+    box: TimeBox,
     progress: Progress,
 ) -> None:
-    """Choose attention and compilation by time, and trace what can be traced in `warmup_s`."""
+    """Choose attention and compilation by time, and trace what can be traced in the time that is left."""
     if len(right) == 1:
         runner.set_attention(right[0])
         runner.describe(attention=right[0])
     else:
-        times = tuning.choose_attention(runner, memory, right, warmup_s / 3, progress)
-        runner.describe(attention=_table(times))
+        by_rows = tuning.choose_attention(runner, memory, right, box.part(1 / 3), progress)
+        runner.describe(attention=_table(by_rows))
     progress("tune", 0.5)
     runner.step.enabled = compile == "on"
     if compile == "auto":
-        compiled, fast, slow = tuning.choose_compiled(runner, memory, progress)
-        runner.describe(
-            compile=f"{'compiled' if compiled else 'eager'} is faster: "
-            f"{fast * 1e3:.1f} ms compiled, {slow * 1e3:.1f} ms eager"
-        )
+        times = tuning.choose_compiled(runner, memory, box.part(1 / 2), progress)
+        runner.describe(compile=_verdict(runner.step.enabled, times))
     progress("tune", 1.0)
     runner.describe(compiled=runner.step.enabled)
     if runner.step.enabled:
-        done, total = tuning.trace_buckets(runner, memory, warmup_s, progress)
-        runner.describe(traced=f"{done} of {total} buckets in {warmup_s:g} s at most")
+        done, total = tuning.trace_buckets(runner, memory, box, progress)
+        runner.describe(traced=f"{done} of {total} buckets")
+
+
+def _verdict(is_compiled: bool, times: tuple[float, float] | None) -> str:
+    chosen = "compiled" if is_compiled else "eager"
+    if times is None:
+        return f"{chosen}; there was no time to try"
+    fast, slow = times
+    return f"{chosen} is faster: {fast * 1e3:.1f} ms compiled, {slow * 1e3:.1f} ms eager"
 
 
 def _table(times: dict[int, dict[str, float]]) -> str:

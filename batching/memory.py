@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.errors import ModelError
+from mlxd.batching.errors import ModelError, SettingError
 from mlxd.caches.budget import parse_budget
 from mlxd.caches.kinds import Layer, UnsupportedCacheError, group_specs, inspect_layers, packed_layers
 from mlxd.caches.quantization import Quantization
@@ -65,18 +65,26 @@ def plan_for(
 
     Args:
         free_bytes: device memory left after the weights.
-        chunk: prefill chunk in tokens.
+        chunk: prefill chunk in tokens, whole pages.
     Raises:
-        ModelError: the budget is out of range or too small for one row.
+        SettingError: the budget is out of range or holds no page of each group, or the chunk is not whole
+            pages.
     """
+    if chunk % page_size:
+        sentence = f"is {chunk}; it must be a multiple of cache.page_size, {page_size} here"
+        raise SettingError(("scheduler", "prefill_chunk"), sentence)
+    try:
+        budget_bytes = parse_budget(budget, free_bytes)
+    except ValueError as error:
+        raise SettingError(("cache", "budget"), str(error)) from error
     try:
         return plan_memory(
             group_specs(layers, page_size),
-            budget_bytes=parse_budget(budget, free_bytes),
+            budget_bytes=budget_bytes,
             weights_bytes=weights_bytes,
             max_rows=max_rows,
             max_model_len=max_model_len,
             chunk=chunk,
         )
     except ValueError as error:
-        raise ModelError(f"cache.budget {error}") from error
+        raise SettingError(("cache", "budget"), f"is {budget!r}: {error}") from error

@@ -1,6 +1,8 @@
 """[M] From a name in the configuration to a model in memory, ready for the device it will run on."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -8,12 +10,12 @@ from typing import Any, cast
 import huggingface_hub
 import mlx.core as mx
 import mlx_lm.utils
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlxd.batching.builtin import BUILTIN, pull
-from mlxd.batching.errors import ModelError
+from mlxd.batching.errors import ModelError, SettingError
 from mlxd.batching.memory import main_dtype
 from mlxd.batching.model_files import inspect
 from mlxd.batching.runner import Progress
@@ -23,6 +25,7 @@ from mlxd.batching.waiting import wait_for
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.jinja", "*.txt", "model*.safetensors", "tokenizer.model", "*.tiktoken")
 _LONGEST_REASON = 400
+_PATH = ("model", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +66,49 @@ def resolve(name: str, progress: Progress) -> Path:
     if folder.is_dir():
         return folder
     if not _HUB_NAME.fullmatch(name):
-        raise ModelError(f"model {name!r} is no folder, hub name or built-in model ({', '.join(BUILTIN)})")
+        known = ", ".join(BUILTIN)
+        raise SettingError(_PATH, f"is {name!r}, which is no folder, hub name or built-in model ({known})")
     return _fetch_from_hub(name, progress)
 
 
-def load_model(path: Path, progress: Progress, max_model_len: int | None = None) -> LoadedModel:
+@contextmanager
+def blaming_path(name: str) -> Iterator[None]:
+    """What turns out wrong with a model's files or layers inside is told as wrong with `model.path`."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except ModelError as error:
+        raise SettingError(_PATH, f"is {name!r}: {error}") from error
+
+
+def load_model(
+    path: Path, progress: Progress, max_model_len: int | None = None, *, name: str | None = None
+) -> LoadedModel:
     """Load a model folder through mlx-lm on the calling thread, which from then on owns it.
 
     Args:
         progress: told of the stage "load".
         max_model_len: a shorter context than the model's own, or the context of a model that names none.
+        name: what the user calls the model; its folder by default.
     Raises:
+        SettingError: `max_model_len` is missing or over the model's own context.
         ModelError: a file is missing or damaged, or mlx-lm does not know the model or cannot fit its weights.
     """
     progress("load", 0.0)
-    loaded = open_model(path, max_model_len)
+    loaded = open_model(path, max_model_len, name=name)
     _evaluate(loaded.model, progress)
     return loaded
 
 
-def open_model(path: Path, max_model_len: int | None = None) -> LoadedModel:
+def open_model(path: Path, max_model_len: int | None = None, *, name: str | None = None) -> LoadedModel:
     """As `load_model`, but the weights stay on disk until something evaluates them.
 
     On the CPU every weight is unpacked to float32; half-precision and packed products are slow there.
     """
     files = inspect(path)
     tokenizer = Tokenizer.load(path)
-    context = _context(path, files.max_model_len, max_model_len)
+    context = _context(name or str(path), files.max_model_len, max_model_len)
     model, config = _build(path)
     if mx.default_device() == mx.Device(mx.cpu):
         _make_float32(model)
@@ -114,17 +133,20 @@ def _fetch_from_hub(name: str, progress: Progress) -> Path:
             lambda: huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)),
             while_waiting=lambda: progress("download", 0.0),
         )
+    except RepositoryNotFoundError as error:
+        raise SettingError(_PATH, f"is {name!r}, which the hub does not know or does not show you") from error
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ModelError(f"cannot fetch {name!r} from the hub: {_reason(error)}") from error
     progress("download", 1.0)
     return Path(folder)
 
 
-def _context(path: Path, own: int | None, asked: int | None) -> int:
+def _context(name: str, own: int | None, asked: int | None) -> int:
     if own is None and asked is None:
-        raise ModelError(f"{path} names no context length; set model.max_model_len")
+        raise SettingError(_PATH, f"is {name!r}, which names no context length; set model.max_model_len")
     if own is not None and asked is not None and asked > own:
-        raise ModelError(f"model.max_model_len is {asked}; the context of {path.name} is {own}")
+        sentence = f"is {asked}; the context of {name} is {own}"
+        raise SettingError(("model", "max_model_len"), sentence)
     return asked or own or 0
 
 

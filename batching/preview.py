@@ -3,7 +3,7 @@
 from typing import Literal
 
 from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
-from mlxd.batching.model import open_model, resolve
+from mlxd.batching.model import blaming_path, open_model, resolve
 from mlxd.batching.runner import Progress
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
@@ -28,18 +28,22 @@ def preview_plan(
     Args:
         progress: told of "download" and "convert" where the model has to be fetched.
     Raises:
-        ModelError: the model cannot be fetched, opened or batched, or the budget does not fit.
+        SettingError: the model cannot be opened or batched, or a setting does not fit it or this machine.
+        ModelError: it cannot be fetched.
     """
-    loaded = open_model(resolve(model_path, progress), max_model_len)
+    folder = resolve(model_path, progress)
+    with blaming_path(model_path):
+        loaded = open_model(folder, max_model_len, name=model_path)
+        layers = layers_of(loaded.model, quantization)
     size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
     chunk = ASSUMED_CHUNK if prefill_chunk == "auto" else prefill_chunk
     return plan_for(
-        layers_of(loaded.model, quantization),
+        layers,
         weights_bytes=loaded.weights_bytes,
         free_bytes=device_memory_bytes() - loaded.weights_bytes,
         budget=budget,
         page_size=size,
         max_rows=max_rows,
         max_model_len=loaded.max_model_len,
-        chunk=max(size, chunk // size * size),
+        chunk=chunk,
     )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import mlx.core as mx
@@ -17,12 +18,33 @@ from mlxd.caches.sizing import MemoryPlan
 _SMALLEST_CHUNK = 64
 _LARGEST_CHUNK = 2048
 _REPEATS = 3
+_LONGEST_CONTEXT = 0.5
+"""Of the largest context: what a row is timed with, where that many pages a row there are."""
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0)
 
 
+class TimeBox:
+    """So many seconds, from its making on."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._ends_at = time.perf_counter() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._ends_at - time.perf_counter())
+
+    @property
+    def is_over(self) -> bool:
+        return self.left_s == 0.0
+
+    def part(self, share: float) -> "TimeBox":
+        """One that ends when `share` of what is left now has passed."""
+        return TimeBox(share * self.left_s)
+
+
 def choose_chunk(
-    model: nn.Module, prefill_ms: float, page_size: int, max_model_len: int, progress: Progress
+    model: nn.Module, prefill_ms: float, page_size: int, max_model_len: int, box: TimeBox, progress: Progress
 ) -> int:
     """Tokens of a prefill chunk: the largest power of two that runs within `prefill_ms`, at least one page.
 
@@ -31,7 +53,7 @@ def choose_chunk(
     smallest = max(page_size, _SMALLEST_CHUNK)
     chunk = smallest
     _prefill_s(model, chunk)
-    while chunk < min(_LARGEST_CHUNK, max_model_len):
+    while chunk < min(_LARGEST_CHUNK, max_model_len) and not box.is_over:
         progress("tune", 0.0)
         seconds = _prefill_s(model, chunk)
         if 2.2 * seconds * 1000 > prefill_ms:
@@ -62,39 +84,47 @@ def reachable_widths(memory: MemoryPlan) -> list[tuple[int, ...]]:
     return list(seen)
 
 
-def best_s(run: Callable[[], float], repeats: int = _REPEATS) -> float:
-    """Least of a few runs: what other work on the machine adds is never negative."""
-    return min(run() for _ in range(repeats))
+def typical_widths(memory: MemoryPlan, num_rows: int) -> tuple[int, ...]:
+    """Page-table widths to time a step of `num_rows` with: as long as rows get, and as all of them can."""
+    limits = [group.spec.pages_for(memory.max_model_len, memory.chunk) for group in memory.groups]
+    growing = [group.num_pages // num_rows for group in memory.groups if not group.spec.is_bounded]
+    pages = max(1, min(int(_LONGEST_CONTEXT * max(limits)), *growing))
+    return tuple(width_bucket(min(pages, limit)) for limit in limits)
+
+
+def best_s(run: Callable[[], float], box: TimeBox) -> float:
+    """Least of a few runs, of one where time is over: what other work adds is never negative."""
+    times = [run()]
+    while len(times) < _REPEATS and not box.is_over:
+        times.append(run())
+    return min(times)
 
 
 def choose_attention(
     runner: MlxRunner,
     memory: MemoryPlan,
     right: Sequence[str],
-    limit_s: float,
+    box: TimeBox,
     progress: Progress = ignore_progress,
 ) -> dict[int, dict[str, float]]:
     """Time the variants that passed the self-test and let the fastest serve each row bucket.
 
-    Measured eagerly, with every table at half of its largest width. Buckets are visited from the outside in;
-    those not reached within `limit_s` do as the nearest one measured.
+    Measured eagerly. Buckets are visited from the outside in; those not reached in time do as the nearest
+    one measured.
 
     Returns:
         Seconds a step, by row bucket and variant, of the buckets measured.
     """
-    widths = reachable_widths(memory)
-    width = widths[len(widths) // 2]
     times: dict[int, dict[str, float]] = {}
-    begun = time.perf_counter()
     buckets = row_buckets(runner.info.max_batch)
     for rows in _outside_in(buckets):
-        if times and time.perf_counter() - begun >= limit_s:
+        if times and box.is_over:
             break
-        times[rows] = {}
+        times[rows], widths = {}, typical_widths(memory, rows)
         for name in right:
             progress("tune", len(times) / len(buckets) / 2)
             runner.set_attention(name)
-            times[rows][name] = best_s(lambda rows=rows: runner.trace(rows, width, GREEDY))  # type: ignore[misc]
+            times[rows][name] = best_s(partial(runner.trace, rows, widths, GREEDY), box)
     best = {
         rows: min(right, key=times[min(times, key=lambda measured: abs(measured - rows))].__getitem__)
         for rows in buckets
@@ -110,40 +140,45 @@ def _outside_in(values: Sequence[int]) -> list[int]:
 
 
 def choose_compiled(
-    runner: MlxRunner, memory: MemoryPlan, progress: Progress = ignore_progress
-) -> tuple[bool, float, float]:
-    """Whether the compiled step is the faster one, with both times in seconds.
+    runner: MlxRunner, memory: MemoryPlan, box: TimeBox, progress: Progress = ignore_progress
+) -> tuple[float, float] | None:
+    """Let the compiled or the eager step serve, whichever is the faster; seconds of both.
 
     Three rows to four places: a compiled step pays for its whole bucket, an eager one for the rows there are.
+
+    Returns:
+        None where there is no time to try: compiled steps serve then, on the CPU eager ones.
     """
-    bucket, widths = row_bucket(runner.info.max_batch), reachable_widths(memory)
-    width = widths[len(widths) // 2]
+    if box.is_over:
+        runner.step.enabled = mx.default_device() != mx.Device(mx.cpu)
+        return None
+    bucket = row_bucket(runner.info.max_batch)
+    widths = typical_widths(memory, bucket)
     times = {}
     for enabled, rows in ((True, bucket), (False, max(1, bucket * 3 // 4))):
         runner.step.enabled = enabled
-        runner.trace(rows, width, GREEDY)
+        runner.trace(rows, widths, GREEDY)
         progress("tune", 0.75)
-        times[enabled] = best_s(lambda rows=rows: runner.trace(rows, width, GREEDY))  # type: ignore[misc]
+        times[enabled] = best_s(partial(runner.trace, rows, widths, GREEDY), box)
     runner.step.enabled = times[True] <= times[False]
-    return runner.step.enabled, times[True], times[False]
+    return times[True], times[False]
 
 
-def trace_buckets(
-    runner: MlxRunner, memory: MemoryPlan, limit_s: float, progress: Progress
-) -> tuple[int, int]:
-    """Trace what the configuration can reach, short contexts first, for at most `limit_s`.
+def trace_buckets(runner: MlxRunner, memory: MemoryPlan, box: TimeBox, progress: Progress) -> tuple[int, int]:
+    """Trace what the configuration can reach, short contexts first, while the next one fits into the time.
 
     Returns:
         Buckets traced, and buckets there are (greedy and drawn; filters and penalties are traced when first
         met).
     """
     buckets = list(_buckets(runner, memory))
-    begun = time.perf_counter()
+    took_s = 0.0
     for done, (widths, rows, sampling) in enumerate(buckets):
-        if time.perf_counter() - begun >= limit_s:
+        if box.left_s <= took_s:
+            progress("trace", 1.0)
             return done, len(buckets)
         progress("trace", done / len(buckets))
-        runner.trace(rows, widths, sampling)
+        took_s = runner.trace(rows, widths, sampling)
     progress("trace", 1.0)
     return len(buckets), len(buckets)
 

@@ -121,12 +121,12 @@ def make_runner(
     )
     runner = MlxRunner(bench.model, layers, memory, info)
     if attention == "auto":
-        times = tuning.choose_attention(runner, memory, ("in_place", "gathered"), _TUNING_S)
+        times = tuning.choose_attention(runner, memory, ("in_place", "gathered"), tuning.TimeBox(_TUNING_S))
         attention = ", ".join(f"{min(ms, key=ms.__getitem__)} at {rows}" for rows, ms in times.items())
     else:
         runner.set_attention(attention)
     if compile == "auto":
-        tuning.choose_compiled(runner, memory)
+        tuning.choose_compiled(runner, memory, tuning.TimeBox(_TUNING_S))
     else:
         runner.step.enabled = compile == "on"
     runner.describe(attention=attention, compile="on" if runner.step.enabled else "off")
