@@ -16,8 +16,7 @@ def cohorts(chunks: Sequence[PrefillChunk], max_tokens: int, *, padded: bool) ->
     """Chunks that share a forward, in plan order of their first member.
 
     Only chunks that start at 0 may share: their rows are then plain causal prompts, padded on the right, and
-        none reads a page. A cohort holds `max_tokens` padded tokens and pads no row to more than twice its
-        length.
+    none reads a page. A cohort holds `max_tokens` padded tokens and pads no row to more than twice its length.
 
     Args:
         padded: False where the model must not see padding; every chunk then goes alone.
@@ -49,8 +48,7 @@ def prefill(
     """Build one prefill forward; the caches adopt its writes, nothing is evaluated.
 
     The logits are left unevaluated, so neither the head nor anything after the last layer's keys and values
-    is ever
-    computed: the row's last position goes through the decode step instead.
+    is ever computed: the row's last position goes through the decode step instead.
 
     Args:
         groups: (index into a row's tables, spec) of each group.
@@ -58,8 +56,7 @@ def prefill(
         layer_groups: per cache, which of `groups` it belongs to.
     Returns:
         A scalar whose evaluation runs the forward. It stands for the pools, which must not be held until the
-        step is
-        read: the next step's writes would then copy them.
+        step is read: the next step's writes would then copy them.
     """
     start = cohort[0].start
     ends = [chunk.end for chunk in cohort]
