@@ -12,8 +12,7 @@ class Batch:
     """Follows a batch from step to step, as rows join and leave.
 
     Rows keep no fixed place: a step lists its rows in joining order, and a row's latest token is found in the
-        last step's draw by index. A join or a leave therefore moves a few integers and no row's keys or
-        values.
+    last step's draw by index. So a join or a leave moves a few integers and no row's keys or values.
     """
 
     def __init__(self, vocab_size: int) -> None:

@@ -16,7 +16,7 @@ def cohorts(chunks: Sequence[PrefillChunk], max_tokens: int, *, padded: bool) ->
     """Chunks that share a forward, in plan order of their first member.
 
     Only chunks that start at 0 may share: their rows are then plain causal prompts, padded on the right, and
-    none reads a page. A cohort holds `max_tokens` padded tokens and pads no row to more than twice its length.
+    none reads a page. A cohort holds `max_tokens` padded tokens and pads no row to over twice its length.
 
     Args:
         padded: False where the model must not see padding; every chunk then goes alone.
