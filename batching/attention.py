@@ -33,9 +33,19 @@ class Gathered:
         return view.valid[:, None, None, :]
 
 
+class Grouped(Gathered):
+    """Gathered, for models that compute scores [B, n_kv_heads, group, L, S] themselves (gemma2)."""
+
+    name = "grouped"
+
+    def mask(self, view: PagedView) -> mx.array | None:
+        return view.valid[:, None, None, None, :]
+
+
 def _gather(pool: mx.array, rows: mx.array) -> mx.array:
-    _, heads, size, head_dim = pool.shape
-    return pool.reshape(-1, size, head_dim)[rows].reshape(rows.shape[0], heads, -1, head_dim)
+    num_pages, heads, size, head_dim = pool.shape
+    batch, _, width = rows.shape
+    return pool.reshape(num_pages * heads, size, head_dim)[rows].reshape(batch, heads, width * size, head_dim)
 
 
 class InPlace:
@@ -97,7 +107,7 @@ DecodeVariant = Gathered | InPlace
 
 def variant(name: str) -> DecodeVariant:
     """Raises KeyError for a name that is no variant."""
-    classes: dict[str, type[DecodeVariant]] = {"gathered": Gathered, "in_place": InPlace}
+    classes: dict[str, type[DecodeVariant]] = {"gathered": Gathered, "grouped": Grouped, "in_place": InPlace}
     return classes[name]()
 
 

@@ -40,11 +40,13 @@ def _tell_nobody() -> None:
 
 
 def prompts(memory: MemoryPlan, vocab_size: int) -> list[list[int]]:
-    """Three prompts of unequal length that cross a page, and a window where there is a short one."""
+    """Three prompts of unequal length: one that crosses pages, and a window where there is a short one; one
+    of half a page; one of a single token, which needs no prefill.
+    """
     size = next((g.spec.page_size for g in memory.groups if not g.spec.state_bytes), _STATE_ONLY)
     windows = [g.spec.window for g in memory.groups if g.spec.window is not None]
     longest = min(memory.max_model_len - _STEPS - 1, 3 * size, *(w + size // 2 for w in windows))
-    lengths = (max(2, longest), max(1, size // 2 + 1), max(1, min(5, longest)))
+    lengths = (max(2, longest), max(1, size // 2 + 1), 1)
     return [[(7919 * (i + 1) * (j + 3)) % vocab_size for j in range(n)] for i, n in enumerate(lengths)]
 
 

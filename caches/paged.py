@@ -38,10 +38,14 @@ class LayerShape:
 
 
 class PagedStandIn:
-    """A paged layer inside a decode step: writes one position a row, reads as the variant says."""
+    """A paged layer inside a decode step: writes one position a row, reads as the variant says.
+
+    `keys` may be assigned, as models do to tie other arrays to them; what is assigned to `values` is dropped:
+    a model that clears what it never reads would have a whole pool written at every step.
+    """
 
     def __init__(self, keys: mx.array, values: mx.array, view: PagedView) -> None:
-        self._keys = keys
+        self.keys = keys
         self._values = values
         self.view = view
         self.offset = view.positions
@@ -49,10 +53,17 @@ class PagedStandIn:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes [B, n_kv_heads, 1, head_dim] of the new position; returns what the variant reads from."""
         rows = self.view.write_rows(keys.shape[1])
-        self._keys = write_position(self._keys, keys, rows)
+        self.keys = write_position(self.keys, keys, rows)
         self._values = write_position(self._values, values, rows)
-        self._fetched = self.view.attention.fetch(self._keys, self._values, self.view)
+        self._fetched = self.view.attention.fetch(self.keys, self._values, self.view)
         return self._fetched
+
+    @property
+    def values(self) -> mx.array:
+        return self._values
+
+    @values.setter
+    def values(self, values: mx.array) -> None: ...
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For layers that attend to this one's keys and values; after its own update."""
@@ -65,7 +76,7 @@ class PagedStandIn:
 
     @property
     def outputs(self) -> tuple[mx.array, mx.array]:
-        return self._keys, self._values
+        return self.keys, self._values
 
 
 class PagedPrefill:
@@ -81,6 +92,22 @@ class PagedPrefill:
         rows.planes = [view.write(rows.keys, keys), view.write(rows.values, values)]
         self._fetched = view.read(rows.keys, keys), view.read(rows.values, values)
         return self._fetched
+
+    @property
+    def keys(self) -> mx.array:
+        """The whole pool; may be assigned, `values` too, as in `PagedStandIn`."""
+        return self._rows.keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._rows.planes[0] = keys
+
+    @property
+    def values(self) -> mx.array:
+        return self._rows.values
+
+    @values.setter
+    def values(self, values: mx.array) -> None: ...
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For layers that attend to this one's keys and values; after its own update."""

@@ -106,8 +106,10 @@ def write_position(pool: mx.array, new: mx.array, rows: mx.array) -> mx.array:
         new: [B, n_kv_heads, 1, head_dim].
         rows: int32 [B * n_kv_heads, 1], from `PagedView.write_rows`.
     """
-    head_dim = pool.shape[-1]
-    flat = pool.reshape(-1, head_dim)
+    num_pages, heads, size, head_dim = pool.shape
+    if not head_dim:
+        return pool
+    flat = pool.reshape(num_pages * heads * size, head_dim)
     new = new.reshape(-1, head_dim).astype(pool.dtype)
     return mx.put_along_axis(flat, mx.broadcast_to(rows, new.shape), new, axis=0).reshape(pool.shape)
 
@@ -168,7 +170,7 @@ class PrefillView:
         if pad:
             new = mx.pad(new, [(0, 0), (0, 0), (0, pad), (0, 0)])
         new = new.reshape(n, heads, self.num_pages, size, head_dim).transpose(0, 2, 1, 3, 4)
-        pool[self.pages] = new.reshape(-1, heads, size, head_dim).astype(pool.dtype)
+        pool[self.pages] = new.reshape(n * self.num_pages, heads, size, head_dim).astype(pool.dtype)
         return pool
 
     @property
@@ -184,11 +186,13 @@ class PrefillView:
         """
         if not self.start:
             return new
-        _, heads, size, head_dim = pool.shape
+        num_pages, heads, size, head_dim = pool.shape
+        pages = self.tables[0].pages
         if heads not in self._history:
-            pages = mx.array(self.tables[0].pages, dtype=mx.int32)
-            self._history[heads] = pages[None, :] * heads + mx.arange(heads, dtype=mx.int32)[:, None]
-        columns = pool.reshape(-1, size, head_dim)[self._history[heads]].reshape(1, heads, -1, head_dim)
+            rows = mx.array(pages, dtype=mx.int32)
+            self._history[heads] = rows[None, :] * heads + mx.arange(heads, dtype=mx.int32)[:, None]
+        columns = pool.reshape(num_pages * heads, size, head_dim)[self._history[heads]]
+        columns = columns.reshape(1, heads, len(pages) * size, head_dim)
         return columns[:, :, : self.start + self._num_tokens - self.first_column]
 
     def mask(self, num_tokens: int, window: int | None, return_array: bool) -> mx.array | str | None:

@@ -46,19 +46,30 @@ class RecurrentStandIn(ArraysCache):
 
 
 class RecurrentPrefill(ArraysCache):
-    """A recurrent layer inside a prefill forward of one row, which must see no padding."""
+    """A recurrent layer inside a prefill forward of one row, which must see no padding.
 
-    def __init__(self, rows: "RecurrentRows", slots: mx.array) -> None:
+    A row's first chunk starts from no state, as in mlx-lm: to some models that is not the same as zeros.
+    """
+
+    def __init__(self, rows: "RecurrentRows", view: PrefillView) -> None:
         super().__init__(len(rows.pools))
         self._rows = rows
-        self._slots = slots
-        for index, pool in enumerate(rows.pools):
-            self[index] = pool[slots]
+        self._slots = view.pages
+        if view.start:
+            for index, pool in enumerate(rows.pools):
+                self[index] = pool[self._slots]
 
     def finish(self) -> None:
         self._rows.pools = [
-            replace_rows(pool, self._slots, self[index]) for index, pool in enumerate(self._rows.pools)
+            replace_rows(pool, self._slots, _full_size(self[index], pool.shape[1:]))
+            for index, pool in enumerate(self._rows.pools)
         ]
+
+
+def _full_size(state: mx.array, shape: Sequence[int]) -> mx.array:
+    """`state` [1, ...] of a row too short to fill it: what is missing came before, and is zero."""
+    missing = [(full - size, 0) for full, size in zip(shape, state.shape[1:], strict=True)]
+    return mx.pad(state, [(0, 0), *missing])
 
 
 def replace_rows(pool: mx.array, slots: mx.array, states: mx.array) -> mx.array:
@@ -144,7 +155,7 @@ class RecurrentRows:
         return []
 
     def prefill(self, view: PrefillView) -> RecurrentPrefill:
-        return RecurrentPrefill(self, view.pages)
+        return RecurrentPrefill(self, view)
 
     def scrub(self, pages: mx.array) -> None:
         for pool in self.pools:
