@@ -38,8 +38,11 @@ _PROGRESS = re.compile(r"mlxd: [\w-]+ \d+%")
 _SCRAPE_INTERVAL_S = 0.02
 
 
-def write_tiny_model(folder: Path) -> None:
-    """A random float32 llama of two layers whose tokens have no near ties, with a byte-level tokenizer."""
+def write_tiny_model(folder: Path, **changes: object) -> None:
+    """A random float32 llama of two layers whose tokens have no near ties, with a byte-level tokenizer.
+
+    `changes`: of its config.
+    """
     sizes = {
         "model_type": "llama",
         "hidden_size": 32,
@@ -51,6 +54,7 @@ def write_tiny_model(folder: Path) -> None:
         "vocab_size": byte_level().get_vocab_size(),
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
+        **changes,
     }
     model = llama.Model(llama.ModelArgs.from_dict(sizes))
     key = mx.random.key(7)
