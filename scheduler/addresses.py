@@ -17,7 +17,10 @@ def check_socket_address(address: str) -> None:
     if scheme == "ipc":
         _check_ipc_path(address, rest)
     elif scheme == "tcp":
-        host, port = split_host_port(rest)
+        try:
+            host, port = split_host_port(rest)
+        except ValueError:
+            raise ValueError(f"is {address!r}; it must be tcp://HOST:PORT with a port to 65535") from None
         if not is_loopback(host):
             raise ValueError(
                 f"is {address!r}; CURVE is not available yet: it must be ipc:// or a loopback address"

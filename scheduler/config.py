@@ -11,6 +11,7 @@ from mlxd.caches.budget import ALLOWED_BUDGETS, check_budget
 from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
 from mlxd.scheduler.document import Document, Keys, parse_document, read_text
+from mlxd.scheduler.errors import ConfigError
 
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[
@@ -88,7 +89,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     compile: Literal["auto", "on", "off"] = "auto"
     attention: Literal["auto", "in_place", "gathered"] = "auto"
-    warmup_s: Seconds = 60.0
+    warmup_s: Seconds = 20.0
 
 
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +125,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def parse(cls, text: str, where: str = "config") -> "Config":
         """Read YAML text; `where` names it in errors. Raises ConfigError."""
         return _convert(parse_document(text, where))
+
+    @staticmethod
+    def locate(path: str | Path, keys: Keys, sentence: str) -> ConfigError:
+        """The error of a value in this file that is found wrong later; `sentence` follows its name."""
+        return parse_document(read_text(path), str(path)).error(keys, sentence)
 
     def check(self) -> None:
         """Apply to a configuration made in Python what `parse` applies to a text. Raises ConfigError."""

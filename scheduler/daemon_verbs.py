@@ -6,17 +6,19 @@ MLX is imported inside the functions: on Linux a fast BLAS takes effect only if 
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
 from mlxd.batching.blas import BlasInfo, ensure_blas
+from mlxd.batching.errors import SettingError
 from mlxd.batching.runner import Progress
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
+from mlxd.scheduler.fit import check_shares
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.progress import ProgressBars
-from mlxd.scheduler.tables import plan_tables
+from mlxd.scheduler.tables import plan_tables, show
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ def serve(path: Path, log_level: str) -> int:
         logger.warning("slow BLAS name=%s: %s", blas.name, blas.warning)
     from mlxd.scheduler.server import Server
 
-    with ProgressBars() as bars:
+    with _located_in(path), ProgressBars() as bars:
         server = Server(config, on_progress=bars)
         exit_code = asyncio.run(server.serve())
     if server.left_engine_behind:
@@ -42,11 +44,11 @@ def check(path: Path) -> None:
     """Validate the configuration and print what it would hold; fetches the model if it is not there yet."""
     config = Config.load(path)
     blas = ensure_blas()
-    with ProgressBars() as bars:
+    with _located_in(path), ProgressBars() as bars:
         plan = _memory_plan(config, bars)
-    console = Console()
-    console.print(f"{path}: ok", markup=False, highlight=False, soft_wrap=True)
-    console.print(plan_tables(config, config.model.path, _describe(blas), plan))
+        check_shares(config, plan)
+    print(f"{path}: ok")
+    show(plan_tables(config, config.model.path, _describe(blas), plan))
 
 
 def pull(model: str) -> None:
@@ -57,6 +59,15 @@ def pull(model: str) -> None:
     with ProgressBars() as bars:
         folder = resolve(model, bars)
     print(folder)
+
+
+@contextmanager
+def _located_in(path: Path) -> Iterator[None]:
+    """A setting that the model shows to be wrong is told with its line in the file. Raises ConfigError."""
+    try:
+        yield
+    except SettingError as error:
+        raise Config.locate(path, error.keys, error.sentence) from error
 
 
 def _memory_plan(config: Config, progress: Progress) -> MemoryPlan:

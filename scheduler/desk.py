@@ -44,7 +44,12 @@ class _OpenRequest:
 
 
 class Desk:
-    """Runs on the asyncio thread. `send` must not block; it may call back into `abandon`."""
+    """Runs on the asyncio thread. `send` must not block; it may call back into `abandon`.
+
+    Attributes:
+        served: None until the model is loaded.
+        generated_tokens: by tenant, of all requests so far.
+    """
 
     def __init__(
         self, engine: Engine, recorder: Recorder, send: Callable[[Session, wire.ServerMessage], None]
@@ -55,6 +60,7 @@ class Desk:
         self._send = send
         self._open: dict[RequestKey, _OpenRequest] = {}
         self._num_open: Counter[str] = Counter()
+        self.generated_tokens: Counter[str] = Counter()
         self._beginnings: set[asyncio.Task[None]] = set()
 
     @property
@@ -160,6 +166,7 @@ class Desk:
                 self._reply(request, wire.Accepted(id=event.key.request_id))
             case Tokens():
                 request.state = "running"
+                self.generated_tokens[event.key.tenant] += len(event.token_ids)
                 was_ended = answer.ended_by
                 if (chunk := answer.tokens(event)) is not None:
                     self._reply(request, chunk)

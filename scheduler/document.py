@@ -23,6 +23,7 @@ MAX_BYTES = 4 * 2**20
 _MAX_DEPTH = 16
 _MAX_SHOWN = 60
 _TAG = "tag:yaml.org,2002:"
+_WORDS = {None: "null", True: "true", False: "false"}
 
 Keys = tuple[str | int, ...]
 T = TypeVar("T")
@@ -202,5 +203,5 @@ def _one_line(text: object) -> str:
 def _show(value: object) -> str:
     if isinstance(value, dict | list):
         return "a map" if isinstance(value, dict) else f"a list of {len(value)}"
-    shown = "null" if value is None else repr(value)
+    shown = _WORDS[value] if value is None or isinstance(value, bool) else repr(value)
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."

@@ -23,6 +23,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
 )
 from mlxd.scheduler.events import Event, RequestKey, Submission
+from mlxd.scheduler.fit import check_shares
 from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Ping, Stop
 from mlxd.scheduler.local import LocalClient
 from mlxd.scheduler.loop import EngineLoop
@@ -206,6 +207,7 @@ class Engine:
         loop: EngineLoop | None = None
         try:
             runner = self._factory(self._config, self._tell_progress)
+            check_shares(self._config, runner.info.memory)
             loop = self._make_loop(runner)
             self._info = runner.info
             loop.run()

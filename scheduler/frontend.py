@@ -58,6 +58,7 @@ class Frontend:
         self._credentials = Credentials(config.tenants)
         self._bad_frames: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
+        self._started_at = self._loop.time()
         self._context = zmq.asyncio.Context()
         with ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
@@ -233,6 +234,8 @@ class Frontend:
             info=served.info if served else None,
             at=self._engine.snapshot,
             now=self._loop.time(),
+            started_at=self._started_at,
+            generated_tokens=self.desk.generated_tokens,
         )
 
     def _ping(self, door: Door, session: Session, reply_id: str) -> None:

@@ -189,10 +189,13 @@ class Draining(_FromServer, frozen=True, kw_only=True, tag="draining"):
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`service`: weighted tokens over weight, as `fair` counts. `generated_tokens`: sent since the start."""
+
     waiting: int
     running: int
     kv_reserved_bytes: int
     service: float
+    generated_tokens: int = 0
 
 
 class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
@@ -204,6 +207,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     id: str
     state: str
     epoch: str
+    uptime_s: float = 0.0
     model: str
     tenants: dict[str, TenantStatus]
     waiting: int

@@ -1,5 +1,7 @@
 """What the daemon tells about itself in hello and status replies."""
 
+from collections.abc import Mapping
+
 from mlxd.batching.runner import RunnerInfo
 from mlxd.metrics.stats import EngineSnapshot, TenantGauges
 from mlxd.scheduler import messages as wire
@@ -29,14 +31,20 @@ def status_reply(
     info: RunnerInfo | None,
     at: EngineSnapshot,
     now: float,
+    started_at: float,
+    generated_tokens: Mapping[str, int],
 ) -> wire.StatusReply:
-    """The engine's state `at` its latest step; other tenants' part is shown to operators alone."""
+    """The engine's state `at` its latest step; other tenants' part is shown to operators alone.
+
+    `generated_tokens`: of each tenant since the start.
+    """
     names = [t.name for t in config.tenants] if asker.operator else [asker.name]
-    tenants = {name: _tenant_status(name, at) for name in names}
+    tenants = {name: _tenant_status(name, at, generated_tokens.get(name, 0)) for name in names}
     return wire.StatusReply(
         id=reply_id,
         state=at.state,
         epoch=epoch,
+        uptime_s=now - started_at,
         model=info.model if info else config.model.path,
         tenants=tenants,
         waiting=at.waiting if asker.operator else tenants[asker.name].waiting,
@@ -60,11 +68,12 @@ def status_reply(
     )
 
 
-def _tenant_status(name: str, at: EngineSnapshot) -> wire.TenantStatus:
+def _tenant_status(name: str, at: EngineSnapshot, generated_tokens: int) -> wire.TenantStatus:
     gauges = at.tenants.get(name, TenantGauges())
     return wire.TenantStatus(
         waiting=gauges.waiting,
         running=gauges.running,
         kv_reserved_bytes=gauges.kv_reserved_bytes,
         service=gauges.service,
+        generated_tokens=generated_tokens,
     )

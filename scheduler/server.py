@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
-from mlxd.batching.runner import Progress, ignore_progress
+from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.text import Tokenizer
 from mlxd.metrics.exporter import Exporter, ExporterError
 from mlxd.metrics.health import judge
@@ -75,7 +75,7 @@ class Server:
             ModelError, EngineFailedError: the model cannot be loaded.
         """
         self._config.check()
-        with self._metrics(), self._signals(handle_signals):
+        with self._metrics() as metrics, self._signals(handle_signals):
             frontend = Frontend(
                 self._config,
                 self._engine,
@@ -86,12 +86,14 @@ class Server:
             serving = asyncio.create_task(frontend.run())
             try:
                 self._engine.start(frontend.post, self._on_progress)
-                exit_code = await self._live(frontend, serving)
+                exit_code = await self._live(frontend, serving, metrics)
             finally:
                 stopped = await self._stop(frontend, serving)
-        return exit_code if stopped else 1
+        exit_code = exit_code if stopped else 1
+        logger.info("ended exit_code=%d", exit_code)
+        return exit_code
 
-    async def _live(self, frontend: Frontend, serving: asyncio.Task[None]) -> int:
+    async def _live(self, frontend: Frontend, serving: asyncio.Task[None], metrics: str) -> int:
         await self._until(lambda: self._engine.snapshot.state != "starting", serving)
         if not self._drain_requests:
             info = self._engine.wait_ready(0.0)
@@ -99,13 +101,25 @@ class Server:
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model.path)
             frontend.desk.served = Served(info, tokenizer)
-            logger.info("ready model=%s submit=%s", info.model, self._config.server.submit)
+            self._tell_ready(info, metrics)
             await self._until(lambda: self._failed, serving)
         logger.info(
             "draining open=%d timeout_s=%s", frontend.desk.num_open, self._config.server.drain_timeout_s
         )
         await self._until_idle(frontend)
+        logger.info("drained open=%d", frontend.desk.num_open)
         return 1 if self._failed else 0
+
+    def _tell_ready(self, info: RunnerInfo, metrics: str) -> None:
+        logger.info(
+            "ready model=%s device=%s tenants=%d submit=%s control=%s metrics=%s",
+            info.model,
+            info.device,
+            len(self._config.tenants),
+            self._config.server.submit,
+            self._config.server.control,
+            metrics,
+        )
 
     async def _stop(self, frontend: Frontend, serving: asyncio.Task[None]) -> bool:
         """End what is open, the engine and the sockets. False: the engine hangs and was left behind."""
@@ -144,7 +158,8 @@ class Server:
         return self._drain_requests > 1
 
     @contextmanager
-    def _metrics(self) -> Iterator[None]:
+    def _metrics(self) -> Iterator[str]:
+        """Yields where `/metrics` is."""
         try:
             exporter = Exporter(
                 self._config.server.metrics,
@@ -153,8 +168,9 @@ class Server:
             )
         except ExporterError as error:
             raise ConfigError(f"server.metrics: {error}") from None
+        host = self._config.server.metrics.rpartition(":")[0]
         with exporter:
-            yield
+            yield f"http://{host}:{exporter.port}/metrics"
 
     @contextmanager
     def _signals(self, handle: bool) -> Iterator[None]:

@@ -1,17 +1,31 @@
 """What `mlxd check` and `mlxd status` print."""
 
+import re
+import sys
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
+from mlxd.scheduler.fit import longest_context
 from mlxd.scheduler.messages import StatusReply
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_PIPE_WIDTH = 1000
+
+
+def show(renderable: RenderableType) -> None:
+    """Print tables to stdout. Off a terminal nothing is wrapped, and no line ends in spaces."""
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    with console.capture() as shown:
+        console.print(renderable, soft_wrap=True)
+    for line in shown.get().splitlines():
+        print(line.rstrip())
 
 
 def show_bytes(size: int) -> str:
@@ -28,8 +42,12 @@ def summarise_buckets(buckets: Sequence[str]) -> str:
     for part in " ".join(buckets).split():
         key, _, value = part.partition("=")
         values.setdefault(key, {})[value] = None
-    parts = [f"{key}={','.join(seen)}" for key, seen in values.items()]
+    parts = [f"{key}={','.join(sorted(seen, key=_by_number))}" for key, seen in values.items()]
     return f"{len(buckets)}: {' '.join(parts)}" if buckets else "none"
+
+
+def _by_number(text: str) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall(r"\d+", text)], text
 
 
 def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> RenderableType:
@@ -40,7 +58,7 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
         ("weights", show_bytes(plan.weights_bytes)),
         ("KV budget", f"{show_bytes(plan.budget_bytes)}, of which pages take {show_bytes(plan.kv_bytes)}"),
         ("max rows", str(plan.max_rows)),
-        ("max context", f"{plan.max_model_len} tokens"),
+        ("max context", _context(plan)),
         (
             "prefill chunk",
             f"{plan.chunk} tokens{' assumed' if config.scheduler.prefill_chunk == 'auto' else ''}",
@@ -71,7 +89,7 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
                 f"{tenant.weight:g}",
                 str(tenant.max_running),
                 str(tenant.max_waiting),
-                f"{tenant.kv_share:.0%}",
+                f"{tenant.kv_share * 100:.4g}%",
                 "yes" if tenant.operator else "",
             )
             for tenant in config.tenants
@@ -80,12 +98,43 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
     return Group(facts, groups, tenants)
 
 
-def status_tables(status: StatusReply) -> RenderableType:
-    """One look at a running daemon."""
+def _context(plan: MemoryPlan) -> str:
+    fits = longest_context(plan)
+    tail = "" if fits == plan.max_model_len else f", of which {fits} fit the budget"
+    return f"{plan.max_model_len} tokens{tail}"
+
+
+def tokens_per_s(before: StatusReply, now: StatusReply) -> float | None:
+    """Generated tokens a second between two looks at one daemon; None where it was started anew."""
+    passed_s = now.uptime_s - before.uptime_s
+    if now.epoch != before.epoch or passed_s <= 0:
+        return None
+    return (_generated(now) - _generated(before)) / passed_s
+
+
+def _generated(status: StatusReply) -> int:
+    return sum(tenant.generated_tokens for tenant in status.tenants.values())
+
+
+def status_tables(
+    status: StatusReply, before: StatusReply | None = None, *, details: bool = True
+) -> RenderableType:
+    """One look at a running daemon.
+
+    Args:
+        before: an earlier look: the pace since then is shown.
+        details: show what was traced and what was chosen at start, which does not change.
+    """
     age = "none yet" if status.last_step_age_s is None else f"{status.last_step_age_s:.1f} s ago"
+    pace = tokens_per_s(before, status) if before is not None else None
     facts = _facts(
         ("model", status.model),
         ("state", f"{status.state}: {status.error}" if status.error else status.state),
+        ("up", f"{timedelta(seconds=round(status.uptime_s))}"),
+        (
+            "tokens",
+            f"{_generated(status)} generated" + ("" if pace is None else f", {pace:.1f} a second"),
+        ),
         ("rows", f"{status.running} running, {status.waiting} waiting"),
         ("steps", f"{status.steps}, the last {age}"),
         (
@@ -101,17 +150,17 @@ def status_tables(status: StatusReply) -> RenderableType:
             f"{status.graph_failures} failures",
         ),
         ("steps by kind", f"{status.compiled_steps} compiled, {status.eager_steps} eager"),
-        ("buckets", summarise_buckets(status.buckets)),
-        *status.notes.items(),
+        *((("buckets", summarise_buckets(status.buckets)), *status.notes.items()) if details else ()),
     )
     tenants = _table(
         "Tenants",
-        ("tenant", "running", "waiting", "KV reserved", "service"),
+        ("tenant", "running", "waiting", "tokens", "KV reserved", "service"),
         (
             (
                 name,
                 str(tenant.running),
                 str(tenant.waiting),
+                str(tenant.generated_tokens),
                 show_bytes(tenant.kv_reserved_bytes),
                 f"{tenant.service:.0f}",
             )
@@ -121,11 +170,9 @@ def status_tables(status: StatusReply) -> RenderableType:
     return Group(facts, tenants)
 
 
-def _facts(*pairs: tuple[str, str]) -> Table:
-    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
-    for name, value in pairs:
-        table.add_row(Text(name), Text(value))
-    return table
+def _facts(*pairs: tuple[str, str]) -> Text:
+    width = max(len(name) for name, _ in pairs)
+    return Text("\n".join(f"{name:<{width}}  {value}" for name, value in pairs))
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxd.caches.budget import MIN_BYTES, check_budget, parse_budget
 from mlxd.scheduler.addresses import MAX_IPC_PATH_BYTES, check_socket_address, split_host_port
-from mlxd.scheduler.config import Config, ServerConfig, TenantConfig
+from mlxd.scheduler.config import CacheConfig, Config, ServerConfig, TenantConfig
 from mlxd.scheduler.document import MAX_BYTES, parse_document
 from mlxd.scheduler.errors import ConfigError
 
@@ -40,11 +40,15 @@ def test_two_settings_suffice() -> None:
     assert config == Config(version=1, tenants=(TenantConfig(name="acme", token_sha256=HASH),))
 
 
-def test_the_example_file_shows_every_default() -> None:
+def test_the_example_file_shows_every_setting_and_most_at_their_defaults() -> None:
     text = (ROOT / "deploy/mlxd.yaml").read_text()
     example = Config.parse(text)
-    digest = example.tenants[0].token_sha256
-    assert example == Config(version=1, tenants=(TenantConfig(name="acme", token_sha256=digest),))
+    acme, ops = (tenant.token_sha256 for tenant in example.tenants)
+    tenants = (
+        TenantConfig(name="acme", token_sha256=acme),
+        TenantConfig(name="ops", token_sha256=ops, operator=True),
+    )
+    assert example == Config(version=1, tenants=tenants, cache=CacheConfig(budget="2GiB"))
     every_setting = msgspec.json.decode(msgspec.json.encode(example))
     assert parse_document(text, "mlxd.yaml").data == every_setting
 
@@ -86,7 +90,7 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         ),
         (
             "scheduler: {max_rows: true}",
-            "x.yaml:4: scheduler.max_rows is True; it must be an integer >= 1 and <= 1024",
+            "x.yaml:4: scheduler.max_rows is true; it must be an integer >= 1 and <= 1024",
         ),
         (
             "scheduler: {max_rows: 2.5}",
@@ -152,7 +156,7 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         ),
         (
             "cache: {budget: true}",
-            'x.yaml:4: cache.budget is True; it must be bytes from 1 MiB on (1073741824, "8GiB", "512MiB") '
+            'x.yaml:4: cache.budget is true; it must be bytes from 1 MiB on (1073741824, "8GiB", "512MiB") '
             "or a fraction above 0 up to 1 (0.6)",
         ),
     ],
@@ -373,9 +377,9 @@ def test_unix_sockets_and_loopback_are_accepted(address: str) -> None:
         ("ipc:///tmp/", "its path must be absolute and name a file"),
         ("ipc:///" + "x" * MAX_IPC_PATH_BYTES, f"its path has {MAX_IPC_PATH_BYTES + 1} bytes"),
         ("ipc:///" + "ä" * (MAX_IPC_PATH_BYTES // 2 + 1), "a socket's path has at most"),
-        ("tcp://*:7000", "it must be HOST:PORT"),
-        ("tcp://127.0.0.1", "it must be HOST:PORT"),
-        ("tcp://127.0.0.1:65536", "it must be HOST:PORT"),
+        ("tcp://*:7000", "it must be tcp://HOST:PORT"),
+        ("tcp://127.0.0.1", "it must be tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:65536", "it must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:0", "its port must be from 1"),
         ("tcp://10.0.0.1:7000", "CURVE is not available yet"),
         ("tcp://example.com:7000", "CURVE is not available yet"),

@@ -126,8 +126,11 @@ REFUSED = [
     ),
     ("server.control", "ipc://{folder}/none/c", 2, r"ipc://\S*: the folder {folder}/none does not exist"),
     ("server.metrics", "{taken}", 2, r"server.metrics: .* '{taken}': Address already in use"),
-    ("model.path", "{folder}/none", 1, r"model '{folder}/none' is no folder, hub name or built-in model .*"),
-    ("model.path", "{folder}/damaged", 1, r"{folder}/damaged/\S* is damaged: it has 20000 bytes, .*"),
+    ("model.path", "{folder}/none", 2, r"{file}:1: model.path is '{folder}/none', which is no folder, .*"),
+    ("model.path", "{folder}/damaged", 2, r"{file}:1: model.path is '{folder}/damaged': .* is damaged: .*"),
+    ("model.max_model_len", 8193, 2, r"{file}:1: model.max_model_len is 8193; the context of \S+ is 8192"),
+    ("cache.budget", "900TiB", 2, r"{file}:1: cache.budget is '900TiB', \d+ bytes; it must be .* free .*"),
+    ("scheduler.prefill_chunk", 100, 2, r"{file}:1: scheduler.prefill_chunk is 100; .* multiple of .* 64.*"),
 ]
 
 

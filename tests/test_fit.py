@@ -1,0 +1,88 @@
+"""Settings that only the model shows to be wrong."""
+
+from pathlib import Path
+
+import pytest
+from daemon_process import process_config, write_config, write_tiny_model
+from msgspec.structs import replace
+from scheduling import make_config, make_tenant
+
+from mlxd.batching.errors import SettingError
+from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.caches.sizing import GroupSpec, MemoryPlan, plan_memory
+from mlxd.scheduler import cli
+from mlxd.scheduler.engine import Engine
+from mlxd.scheduler.fit import check_shares, longest_context
+
+PAGE = 16
+
+
+def plan(budget_pages: int, *, window: int | None = None, max_model_len: int = 160) -> MemoryPlan:
+    """One group of pages of 16 positions, a byte each, for 4 rows."""
+    spec = GroupSpec(name="g", layers=(0,), window=window, page_size=PAGE, bytes_per_token=1)
+    return plan_memory(
+        (spec,),
+        budget_bytes=budget_pages * PAGE,
+        weights_bytes=0,
+        max_rows=4,
+        max_model_len=max_model_len,
+        chunk=PAGE,
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "positions"),
+    [
+        (plan(40), 160),
+        (plan(10), 160),
+        (plan(7), 112),
+        (plan(4, window=32), 160),
+        (plan(2, window=32), 32),
+    ],
+    ids=["all rows", "one row", "less than a row", "window", "less than a window"],
+)
+def test_the_longest_context_is_what_the_pages_hold(memory: MemoryPlan, positions: int) -> None:
+    assert longest_context(memory) == positions
+
+
+@pytest.mark.parametrize(("share", "fits"), [(1.0, True), (0.1, True), (0.09, False)])
+def test_a_share_holds_at_least_a_page(share: float, fits: bool) -> None:
+    config = make_config(make_tenant("whole"), make_tenant("acme", kv_share=share))
+    if fits:
+        check_shares(config, plan(10))
+        return
+    with pytest.raises(SettingError, match=r"^tenants\[1\].kv_share is 0.09, 14 of 160 KV bytes; .* needs 16$"):
+        check_shares(config, plan(10))
+
+
+def test_an_engine_does_not_start_with_a_tenant_that_could_never_run() -> None:
+    config = make_config(make_tenant("acme", kv_share=1e-6))
+    memory = fake_memory(max_rows=2, max_model_len=64)
+    with Engine(config, runner_factory=lambda config, progress: FakeRunner(memory)) as engine:
+        engine.start(lambda events: None)
+        with pytest.raises(SettingError, match="kv_share is 1e-06"):
+            engine.wait_ready(5)
+
+
+def test_check_names_the_line_of_what_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(tmp_path)
+    config = process_config(tmp_path, tmp_path)
+    poor = replace(config.tenants[1], kv_share=1e-4)
+    path = write_config(tmp_path, replace(config, tenants=(config.tenants[0], poor)))
+    assert cli.run(["check", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"mlxd: {path}:1: tenants[1].kv_share is 0.0001, ")
+
+
+def test_check_tells_what_part_of_the_context_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(tmp_path)
+    path = write_config(tmp_path, process_config(tmp_path, tmp_path, budget="1MiB"))
+    assert cli.run(["check", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "max context    8192 tokens, of which 4096 fit the budget" in lines
+    assert all(line == line.rstrip() for line in lines)

@@ -1,0 +1,57 @@
+"""Choices by timing: within their time, with what rows can have, and counted apart from service."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from daemon_process import process_config, write_tiny_model
+
+from mlxd.batching import tuning
+from mlxd.caches.sizing import GroupSpec, plan_memory
+from mlxd.scheduler.config import DecodeConfig
+from mlxd.scheduler.engine import Engine
+
+
+class Clock:
+    """Seconds that pass with each look."""
+
+    def __init__(self, step_s: float) -> None:
+        self._times = itertools.count(0, step_s)
+
+    def perf_counter(self) -> float:
+        return next(self._times)
+
+
+@pytest.mark.parametrize(("limit_s", "runs"), [(0.0, 1), (1.5, 2), (100.0, 3)])
+def test_a_timing_runs_once_and_again_while_there_is_time(
+    limit_s: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "time", Clock(1.0))
+    box, seen = tuning.TimeBox(limit_s), []
+
+    def run() -> float:
+        seen.append(5.0 - len(seen))
+        return seen[-1]
+
+    assert tuning.best_s(run, box) == min(seen)
+    assert len(seen) == runs
+
+
+@pytest.mark.parametrize(("pages", "rows", "width"), [(640, 1, 32), (640, 32, 20), (16, 32, 1)])
+def test_rows_are_timed_as_long_as_all_of_them_can_be(pages: int, rows: int, width: int) -> None:
+    spec = GroupSpec(name="full", layers=(0,), window=None, page_size=16, bytes_per_token=1)
+    memory = plan_memory(
+        (spec,), budget_bytes=pages * 16, weights_bytes=0, max_rows=32, max_model_len=1024, chunk=64
+    )
+    assert tuning.typical_widths(memory, rows) == (tuning.width_bucket(width),)
+
+
+def test_steps_of_the_start_are_not_counted_as_service(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    config = process_config(tmp_path, tmp_path, decode=DecodeConfig(compile="on", warmup_s=1))
+    with Engine(config) as engine:
+        engine.start(lambda events: None)
+        engine.wait_ready(60)
+        snapshot = engine.snapshot
+    assert (snapshot.compiled_steps, snapshot.eager_steps) == (0, 0)
+    assert snapshot.graph_compiles > 0
