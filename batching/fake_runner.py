@@ -64,7 +64,7 @@ def fake_completion(prompt: Sequence[int], seed: int, max_tokens: int, vocab_siz
 
 def _mix(state: int, value: int) -> int:
     state = ((state ^ value) + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK
-    return state ^ (state >> 29)
+    return (state ^ (state >> 29)) or 1
 
 
 def _draw(state: int, seed: int, index: int, vocab_size: int) -> int:
@@ -73,7 +73,7 @@ def _draw(state: int, seed: int, index: int, vocab_size: int) -> int:
 
 @dataclass(slots=True)
 class _RowState:
-    """`history[p]`: hash of tokens 0..p, which stands for the keys and values of position p."""
+    """`history[p]`: hash of tokens 0..p, which stands for the keys and values of position p; never 0."""
 
     history: list[int] = field(default_factory=list)
     drawn: int | None = None
@@ -82,8 +82,9 @@ class _RowState:
 class FakeRunner:
     """Gives each row tokens that depend on its own tokens and seed alone, so never on its siblings.
 
-    Pages are kept as lists of hashes. What a row reads back must be what it wrote: a page that was shared,
-    not scrubbed, given to another row too early or never written shows as a PlanError, not as a wrong token.
+    Pages are kept as lists of hashes. What a row reads must be what it, or whoever left it pages to reuse,
+    wrote for the same tokens: a page that was mixed up, not scrubbed, given to another row too early, never
+    written or written twice shows as a PlanError, not as a wrong token.
 
     Args:
         memory: pools and chunk size; None: `fake_memory()`.
@@ -171,7 +172,7 @@ class FakeRunner:
 
     def _decode(self, entry: DecodeEntry) -> RowResult:
         row = entry.row
-        state = self._rows.setdefault(row.row_id, _RowState())
+        state = self._state(row)
         if (entry.token is None) != (state.drawn is not None):
             raise PlanError(f"row {row.row_id}: token {entry.token} given, {state.drawn} on the device")
         token = entry.token if entry.token is not None else state.drawn
@@ -187,11 +188,20 @@ class FakeRunner:
         return RowResult(row.row_id, state.drawn, logprobs, fault)
 
     def _prefill(self, chunk: PrefillChunk) -> str | None:
-        state = self._rows.setdefault(chunk.row.row_id, _RowState())
+        state = self._state(chunk.row)
         if state.drawn is not None:
             raise PlanError(f"row {chunk.row.row_id}: a chunk after a decode step")
         self._write(chunk.row, state, chunk.start, chunk.tokens)
         return self._prefill_fault(chunk) if self._prefill_fault else None
+
+    def _state(self, row: Row) -> _RowState:
+        """A row met for the first time is as if it had computed the positions that it reuses."""
+        state = self._rows.get(row.row_id)
+        if state is None:
+            state = self._rows[row.row_id] = _RowState()
+            for token in [*row.prompt, *row.output][: row.num_reused]:
+                state.history.append(_mix(state.history[-1] if state.history else _START, token))
+        return state
 
     def _write(self, row: Row, state: _RowState, start: int, tokens: Sequence[int]) -> None:
         """Append positions to the row's history and pages; check what its attention would read."""
@@ -220,6 +230,8 @@ class FakeRunner:
             if page[: max(0, start - low)] != history[low : min(start, high)]:
                 raise PlanError(f"row {row.row_id}: positions from {low} do not hold what it wrote")
             fresh = max(start, low)
+            if any(page[fresh - low :]):
+                raise PlanError(f"row {row.row_id}: position {fresh} or a later one is written again")
             page[fresh - low : high - low] = history[fresh:high]
 
     def maintain(self) -> bool:
@@ -244,8 +256,21 @@ class FakePendingStep:
         return self._wait(self.plan, self._result)
 
 
+def _spans(plan: StepPlan) -> list[tuple[Row, int, int]]:
+    """Rows of a step and the positions [start, end) it writes of each."""
+    decoded = [(entry.row, entry.position, entry.position + 1) for entry in plan.decode]
+    return decoded + [(chunk.row, chunk.start, chunk.end) for chunk in plan.prefill]
+
+
+def _pages_of(row: Row, group: int, start: int, end: int) -> list[int]:
+    """Pages of the row's table that hold positions [start, end)."""
+    table = row.tables[group]
+    size, first = table.spec.page_size, table.first_page
+    return table.pages[max(0, start // size - first) : max(0, -(-end // size) - first)]
+
+
 def _check_plan(plan: StepPlan) -> None:
-    """Rules that need no history: each row once, chunks that hold their tokens, no page in two rows."""
+    """Rules that need no history: each row once, chunks that hold their tokens, no shared page written."""
     rows = [entry.row for entry in plan.decode] + [chunk.row for chunk in plan.prefill]
     ids = [row.row_id for row in rows]
     if len(set(ids)) != len(ids):
@@ -258,8 +283,9 @@ def _check_plan(plan: StepPlan) -> None:
                 f"row {chunk.row.row_id}: chunk {chunk.start}..{chunk.end}, {len(chunk.tokens)} tokens"
             )
     for group in range(len(plan.scrub)):
-        pages = [page for row in rows for page in row.tables[group].pages]
-        if len(set(pages)) != len(pages) or SCRATCH_PAGE in pages:
+        written = [page for row, start, end in _spans(plan) for page in _pages_of(row, group, start, end)]
+        reused = {page for row in rows for page in _pages_of(row, group, 0, row.num_reused)}
+        if len(set(written)) != len(written) or SCRATCH_PAGE in written or reused & set(written):
             raise PlanError(
-                f"step {plan.step_id}: a page of group {group} is in two rows, or scratch is in one"
+                f"step {plan.step_id}: a page of group {group} that two rows hold, or scratch, is written"
             )

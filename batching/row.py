@@ -18,6 +18,8 @@ class Row:
         prompt: the request's own prompt token ids.
         output: tokens generated so far, a live list (the scheduler appends).
         tables: one page table a group, in the memory plan's order; the scheduler grows them.
+        num_reused: positions whose keys and values other rows left in the pages that the tables begin with;
+            whole pages, never written by this row.
     """
 
     row_id: int
@@ -26,3 +28,4 @@ class Row:
     prompt: Sequence[int]
     output: list[int]
     tables: tuple[PageTable, ...]
+    num_reused: int = 0

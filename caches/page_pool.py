@@ -67,6 +67,10 @@ class PagePool:
             if self._references[page] == 0:
                 self._dirty.append(page)
 
+    def references(self, page: int) -> int:
+        """Owners of a page; 0 where it is free."""
+        return self._references[page]
+
     def take_scrub(self) -> tuple[int, ...]:
         """Pages to zero before the next launch; each is reported once."""
         pages, self._to_scrub = tuple(self._to_scrub), []

@@ -1,5 +1,7 @@
 """One row's pages in one group."""
 
+from collections.abc import Sequence
+
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.sizing import GroupSpec
 
@@ -33,9 +35,22 @@ class PageTable:
         """One past the last position that has room."""
         return (self.first_page + len(self.pages)) * self.spec.page_size
 
+    @property
+    def num_free(self) -> int:
+        """Free pages of the pool it grows from."""
+        return self._pool.num_free
+
     def pages_short(self, end: int) -> int:
         """Pages to allocate before positions up to `end` (exclusive) have room."""
         return max(0, -(-end // self.spec.page_size) - self.first_page - len(self.pages))
+
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Begin with full pages of another owner, shared by reference: never write to them."""
+        assert (self.pages, self.first_page) == ([], 0), "only an empty table adopts"
+        for page in pages:
+            self._pool.retain(page)
+        self.pages = list(pages)
+        self.version += 1
 
     def grow(self, end: int) -> None:
         """Give positions up to `end` (exclusive) room.

@@ -29,8 +29,14 @@ class RequestMetrics:
         self.rejected = Counter("mlxd_requests_rejected_total", "Requests refused.", ("tenant", "reason"))
         self.prompt_tokens = Counter(
             "mlxd_prompt_tokens_total",
-            "Prompt positions, first time or again.",
+            "Prompt positions, computed for the first time or again, or found in the prefix cache.",
             ("tenant", "source"),
+        )
+        self.prefix_query_tokens = Counter(
+            "mlxd_prefix_query_tokens_total", "Tokens looked up in the prefix cache.", tenant
+        )
+        self.prefix_hit_tokens = Counter(
+            "mlxd_prefix_hit_tokens_total", "Tokens found in the prefix cache.", tenant
         )
         self.generation_tokens = Counter("mlxd_generation_tokens_total", "Tokens drawn and kept.", tenant)
         self.time_to_first_token = Histogram(
@@ -90,6 +96,9 @@ class EngineMetrics:
         self.tenant_kv = Gauge("mlxd_tenant_kv_reserved_bytes", "KV bytes reserved for a tenant.", tenant)
         self.kv = Gauge("mlxd_kv_bytes", "KV bytes; the states overlap, never add them.", ("state",))
         self.pages = Gauge("mlxd_kv_pages", "Pages of a layer group.", ("group", "state"))
+        self.prefix_evictions = Counter(
+            "mlxd_prefix_evicted_pages_total", "Cached pages of each group given up for rows."
+        )
         self.compiles = Counter("mlxd_graph_compiles_total", "Decode graphs compiled.")
         self.retraces = Counter("mlxd_graph_retraces_total", "Compiled graphs that were traced again.")
         self.graph_failures = Counter("mlxd_graph_failures_total", "Graphs given up for eager decode.")

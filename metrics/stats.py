@@ -23,6 +23,9 @@ class StepStats:
         prompt_tokens: prompt positions computed for the first time, by tenant; the last one of a prompt is in
             the step that draws its first token.
         recomputed_tokens: positions computed again for rows that were preempted, by tenant.
+        cached_tokens: prompt positions found in the prefix cache and never computed before, by tenant.
+        prefix_query_tokens, prefix_hit_tokens: known tokens of rows that entered, and those of them that were
+            found in the prefix cache, by tenant; a row that enters again counts again.
         generated_tokens: tokens drawn and kept, by tenant.
         step_s: from launch to tokens read; decode_s and prefill_s are its device parts.
         joined, left: rows that entered, and rows whose request ended; preempted ones are not among these.
@@ -46,6 +49,9 @@ class StepStats:
     token_gaps_s: tuple[float, ...]
     preemptions: dict[str, int]
     compiled: bool
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    prefix_query_tokens: dict[str, int] = field(default_factory=dict)
+    prefix_hit_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class RequestStats:
         outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "failed" or "draining".
         queue_s: arrival to the latest start of its prefill; None where it never started.
         first_token_s: arrival to first token; None where it gave none.
+        cached_tokens: prompt tokens that were found in the prefix cache.
     """
 
     tenant: str
@@ -65,6 +72,7 @@ class RequestStats:
     queue_s: float | None
     first_token_s: float | None
     duration_s: float
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,11 @@ class EngineSnapshot:
     kv_reserved_bytes: int = 0
     kv_capacity_bytes: int = 0
     pages: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Group name -> (held, total)."""
+    """Group name -> (held by rows, total)."""
+    cached_pages: dict[str, int] = field(default_factory=dict)
+    """Group name -> pages that no row holds, kept by the prefix cache."""
+    prefix_evictions: int = 0
+    """Cached pages of each group given up for rows."""
     graph_compiles: int = 0
     graph_retraces: int = 0
     graph_failures: int = 0

@@ -39,8 +39,10 @@ class Tally:
         requests, steps, wire = self.catalogue.requests, self.catalogue.steps, self.catalogue.wire
         for tenant in self._tenants:
             requests.accepted.add(0, tenant)
-            for source in ("computed", "recomputed"):
+            for source in ("computed", "recomputed", "cached"):
                 requests.prompt_tokens.add(0, tenant, source)
+            requests.prefix_query_tokens.add(0, tenant)
+            requests.prefix_hit_tokens.add(0, tenant)
             requests.generation_tokens.add(0, tenant)
             for outcome in OUTCOMES:
                 requests.ended.add(0, tenant, outcome)
@@ -73,9 +75,19 @@ class Tally:
 
     def step(self, stats: StepStats) -> None:
         requests, steps = self.catalogue.requests, self.catalogue.steps
-        for source, counts in (("computed", stats.prompt_tokens), ("recomputed", stats.recomputed_tokens)):
+        for source, counts in (
+            ("computed", stats.prompt_tokens),
+            ("recomputed", stats.recomputed_tokens),
+            ("cached", stats.cached_tokens),
+        ):
             for tenant, tokens in counts.items():
                 requests.prompt_tokens.add(tokens, self._tenant(tenant), source)
+        for counter, counts in (
+            (requests.prefix_query_tokens, stats.prefix_query_tokens),
+            (requests.prefix_hit_tokens, stats.prefix_hit_tokens),
+        ):
+            for tenant, tokens in counts.items():
+                counter.add(tokens, self._tenant(tenant))
         for tenant, tokens in stats.generated_tokens.items():
             requests.generation_tokens.add(tokens, self._tenant(tenant))
         kind = _kind_of(stats)
@@ -121,8 +133,11 @@ class Tally:
         engine.kv.set(snapshot.kv_reserved_bytes, "reserved")
         engine.kv.set(snapshot.kv_capacity_bytes, "capacity")
         for group, (held, total) in snapshot.pages.items():
+            cached = snapshot.cached_pages.get(group, 0)
             engine.pages.set(held, group, "held")
-            engine.pages.set(total - held, group, "free")
+            engine.pages.set(cached, group, "cached")
+            engine.pages.set(total - held - cached, group, "free")
+        engine.prefix_evictions.raise_to(snapshot.prefix_evictions)
         engine.compiles.raise_to(snapshot.graph_compiles)
         engine.retraces.raise_to(snapshot.graph_retraces)
         engine.graph_failures.raise_to(snapshot.graph_failures)

@@ -64,11 +64,12 @@ class Batch:
                 self._plan_decode(step, request)
         # Pages that a row lacks are not for newcomers.
         may_enter = not (was_short or self._is_short_of_pages) or not self._running
-        entered = self._enter_waiting(now) if may_enter else []
+        entered = self._enter_waiting(step, now) if may_enter else []
         step.num_joined += len(entered)
+        ready = [request for request in entered if request.prefill_left == 0]
         self._plan_prefill(step)
-        for request in entered:
-            if request.prefill_end == 0 and self._has_room(request, 1):
+        for request in ready:
+            if self._has_room(request, request.num_computed + 1):
                 self._add_decode(step, request)
         if step.is_empty:
             self._plan_oldest(step)
@@ -84,9 +85,9 @@ class Batch:
         assert row is not None
         self._book[request.tenant].leave(request, self._space.bytes_of(request.worst_case))
         self._book.touched.add(request.tenant)
-        self._space.leave(row)
+        self._space.leave(request)
         del self._running[row.row_id]
-        if request.num_computed > 0:
+        if request.num_computed > row.num_reused:
             self._left.append(row.row_id)
         request.row = None
         request.prefill_end = request.num_computed = 0
@@ -160,7 +161,7 @@ class Batch:
         self.remove(request)
         self._book.enqueue(request, first=True)
 
-    def _enter_waiting(self, now: float) -> list[Request]:
+    def _enter_waiting(self, step: Step, now: float) -> list[Request]:
         """Give rows to queued requests as far as rows, pages, caps and the prefill budget go."""
         if not self._book.queued or len(self._running) >= self._max_rows:
             return []
@@ -171,17 +172,22 @@ class Batch:
             request = self._admission.pick(self._book.queued.values(), max(0, room), self._chunk)
             if request is None:
                 break
-            room -= request.chunk_end(self._chunk)
-            self._enter(request, now)
+            self._enter(step, request, now)
+            room -= request.chunk_end(self._chunk) - request.num_computed
             entered.append(request)
         return entered
 
-    def _enter(self, request: Request, now: float) -> None:
+    def _enter(self, step: Step, request: Request, now: float) -> None:
         request.transition(RequestState.RUNNING)
         self._book.dequeue(request)
         self.num_entered += 1
         request.row = self._space.enter(self.num_entered, request)
         request.prefill_end = request.num_known - 1
+        request.num_computed = request.row.num_reused
         request.entered_at = now
         self._running[request.row.row_id] = request
-        self._book[request.tenant].enter(request, self._space.bytes_of(request.worst_case))
+        tenant = self._book[request.tenant]
+        tenant.enter(request, self._space.bytes_of(request.worst_case))
+        cached_tokens = step.add_reused(request)
+        if cached_tokens:
+            self._policy.charge(tenant, 0, 0, cached_tokens)

@@ -61,6 +61,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `prefill_ms`: most milliseconds of prefill between two decode steps (one chunk always may run).
     `prefill_chunk`: tokens a chunk, "auto" measures at start which one fits `prefill_ms`.
     `overcommit`: above 1, reservations may exceed the pages there are; rows are then preempted, recomputed.
+    `cached_weight`: what a prompt token found in the prefix cache costs, as a part of one that is computed.
     """
 
     policy: Literal["fcfs", "fair"] = "fair"
@@ -71,16 +72,19 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     overcommit: Annotated[float, Meta(ge=1, le=16)] = 1.0
     prompt_weight: Weight = 1.0
     output_weight: Weight = 2.0
+    cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`budget`: bytes ("8GiB", 1048576) or a share of the device memory left after weights (0.6).
 
+    `prefix`: keep full pages of ended rows for later requests of their tenant, where the model allows it.
     `quantization`: how keys and values are packed; None keeps them as the model computes them.
     """
 
     budget: Budget = 0.6
     page_size: Literal["auto", 16, 32, 64, 128, 256] = "auto"
+    prefix: bool = True
     quantization: Quantization | None = None
 
 

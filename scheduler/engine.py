@@ -235,7 +235,13 @@ class Engine:
     def _make_loop(self, runner: Runner) -> EngineLoop:
         return EngineLoop(
             runner,
-            Scheduler(self._config, runner.info, seed=self._seed, recorder=self._recorder),
+            Scheduler(
+                self._config,
+                runner.info,
+                seed=self._seed,
+                secret=secrets.token_bytes(32),
+                recorder=self._recorder,
+            ),
             self._inbox,
             recorder=self._recorder,
             clock=self._clock,

@@ -28,8 +28,11 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`cached_tokens`: those of the prompt that were not computed but found in the prefix cache."""
+
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,8 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     """The engine after its latest step. `tenants`: the asker alone, or all for an operator.
 
-    `pages`: cache group -> pages held, pages in all. Times in seconds, sizes in bytes.
+    `pages`: cache group -> pages held by rows, pages in all; `cached_pages`: those no row holds, kept for
+    later prompts. Times in seconds, sizes in bytes.
     """
 
     id: str
@@ -218,6 +219,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     kv_reserved_bytes: int
     kv_capacity_bytes: int
     pages: dict[str, tuple[int, int]]
+    cached_pages: dict[str, int]
     graph_compiles: int
     graph_retraces: int
     graph_failures: int

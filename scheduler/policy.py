@@ -18,20 +18,25 @@ class Policy(Protocol):
         """`tenant` is about to queue its first request; `others` have a queue already."""
         ...
 
-    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
-        """Work was done for `tenant`: adds to its `service`."""
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
+        """Work was done for `tenant`: adds to its `service`. `cached_tokens`: found instead of computed."""
         ...
 
 
 class _Metered:
     """Counts service in weighted tokens over the tenant's weight."""
 
-    def __init__(self, prompt_weight: float, output_weight: float) -> None:
+    def __init__(self, prompt_weight: float, output_weight: float, cached_weight: float) -> None:
+        """`cached_weight`: of a prompt token that was found, as a part of one that was computed."""
         self._prompt_weight = prompt_weight
         self._output_weight = output_weight
+        self._cached_weight = cached_weight
 
-    def _charged(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> float:
-        cost = self._prompt_weight * prompt_tokens + self._output_weight * output_tokens
+    def _charged(
+        self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0
+    ) -> float:
+        prompt = prompt_tokens + self._cached_weight * cached_tokens
+        cost = self._prompt_weight * prompt + self._output_weight * output_tokens
         return tenant.service + cost / tenant.weight
 
 
@@ -44,8 +49,8 @@ class FcfsPolicy(_Metered):
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
         pass
 
-    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
-        tenant.service = self._charged(tenant, prompt_tokens, output_tokens)
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
+        tenant.service = self._charged(tenant, prompt_tokens, output_tokens, cached_tokens)
 
 
 class FairPolicy(_Metered):
@@ -59,8 +64,8 @@ class FairPolicy(_Metered):
     Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588.
     """
 
-    def __init__(self, prompt_weight: float, output_weight: float) -> None:
-        super().__init__(prompt_weight, output_weight)
+    def __init__(self, prompt_weight: float, output_weight: float, cached_weight: float) -> None:
+        super().__init__(prompt_weight, output_weight, cached_weight)
         self._last_charged = 0.0
 
     def rank(self, tenant: Tenant) -> tuple[float, str]:
@@ -70,10 +75,11 @@ class FairPolicy(_Metered):
         floor = min((other.service for other in others), default=self._last_charged)
         tenant.service = max(tenant.service, floor)
 
-    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
-        tenant.service = self._last_charged = self._charged(tenant, prompt_tokens, output_tokens)
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
+        service = self._charged(tenant, prompt_tokens, output_tokens, cached_tokens)
+        tenant.service = self._last_charged = service
 
 
 def make_policy(config: SchedulerConfig) -> Policy:
     kinds: dict[str, type[FcfsPolicy] | type[FairPolicy]] = {"fcfs": FcfsPolicy, "fair": FairPolicy}
-    return kinds[config.policy](config.prompt_weight, config.output_weight)
+    return kinds[config.policy](config.prompt_weight, config.output_weight, config.cached_weight)

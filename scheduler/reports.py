@@ -55,6 +55,7 @@ def status_reply(
         kv_reserved_bytes=at.kv_reserved_bytes,
         kv_capacity_bytes=at.kv_capacity_bytes,
         pages=at.pages,
+        cached_pages=at.cached_pages,
         graph_compiles=at.graph_compiles,
         graph_retraces=at.graph_retraces,
         graph_failures=at.graph_failures,

@@ -6,6 +6,7 @@ from enum import Enum, auto
 from mlxd.batching.row import Row
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.ledger import Reservation
+from mlxd.caches.prefix import PageChain
 from mlxd.scheduler.errors import InvalidTransitionError
 from mlxd.scheduler.events import RequestKey, Usage
 
@@ -34,8 +35,9 @@ class Request:
 
     Its known tokens are prompt + output; the last one is fed by a decode step, those before it by chunks:
 
-        [0, prefill_end)             chunks, since it last entered the batch
-        [prefill_end, num_computed)  decode steps
+        [0, row.num_reused)            pages of other rows
+        [row.num_reused, prefill_end)  chunks, since it last entered the batch
+        [prefill_end, num_computed)    decode steps
 
     Attributes:
         number: order of arrival, unique.
@@ -46,6 +48,8 @@ class Request:
         num_computed: positions whose keys and values are scheduled or there.
         num_inflight: tokens being drawn by launched steps that were not read yet.
         num_charged: prompt positions its tenant was charged for; a recomputation is not charged again.
+        num_cached: prompt positions among them that came out of the prefix cache.
+        chain: its tokens' pages as the prefix cache knows them; None until it enters or where there is none.
         num_overtaken: requests that were picked after it and entered before it.
         entered_at: when it last entered the batch.
     """
@@ -65,6 +69,8 @@ class Request:
     num_computed: int = 0
     num_inflight: int = 0
     num_charged: int = 0
+    num_cached: int = 0
+    chain: PageChain | None = None
     num_overtaken: int = 0
     num_preemptions: int = 0
     entered_at: float | None = None
@@ -93,8 +99,22 @@ class Request:
         return self.num_computed >= self.prefill_end and drawn < self.sampling.max_tokens
 
     @property
+    def num_settled(self) -> int:
+        """Positions whose keys and values are final for every later step: launched steps wrote them.
+
+        The last known position is not among them. Pipelined steps may write it and the one after it still,
+        whose token nobody may ever read.
+        """
+        return min(self.num_computed, self.num_known - 1)
+
+    @property
+    def drew_once(self) -> bool:
+        """Whether its row has yielded one token so far."""
+        return self.row is not None and self.num_known == self.prefill_end + 2
+
+    @property
     def usage(self) -> Usage:
-        return Usage(len(self.prompt), len(self.output))
+        return Usage(len(self.prompt), len(self.output), self.num_cached)
 
     def chunk_end(self, chunk: int) -> int:
         """Where its next chunk ends: the next multiple of `chunk`, whoever shares the batch."""
@@ -109,7 +129,7 @@ class Request:
         return self.prompt[start:split] + tuple(self.output[max(0, start - split) : end - split])
 
     def charge_prompt(self) -> int:
-        """Prompt positions that were scheduled for the first time since the last call."""
+        """Prompt positions that were scheduled, or found, for the first time since the last call."""
         end = min(self.num_computed, len(self.prompt))
         fresh = max(0, end - self.num_charged)
         self.num_charged += fresh

@@ -29,10 +29,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: Config, info: RunnerInfo, *, seed: int = 0, recorder: Recorder | None = None
+        self,
+        config: Config,
+        info: RunnerInfo,
+        *,
+        seed: int = 0,
+        secret: bytes = b"",
+        recorder: Recorder | None = None,
     ) -> None:
+        """`secret`: at most 64 random bytes that the keys of cached prefixes depend on."""
         policy = make_policy(config.scheduler)
-        self.space = KvSpace(info.memory, config.scheduler.overcommit)
+        self.space = KvSpace(
+            info.memory,
+            config.scheduler.overcommit,
+            reuse=config.cache.prefix,
+            identity=f"{info.model}:{info.notes.get('signature', '')}",
+            secret=secret,
+        )
         self.book = TenantBook(config.tenants, info.memory.kv_bytes * config.scheduler.overcommit)
         self.is_draining = False
         self._policy = policy
@@ -177,8 +190,11 @@ class Scheduler:
             events.append(self._finish(request, "stop", now))
         elif len(request.output) >= request.sampling.max_tokens:
             events.append(self._finish(request, "length", now))
+        elif request.drew_once:
+            self.space.share(request)
 
     def _fail(self, request: Request, code: str, now: float) -> Finished:
+        self.space.forget(request)
         return self._finish(request, "failed", now, code, f"this request's own computation failed: {code}")
 
     def _finish(
@@ -204,6 +220,7 @@ def _request_stats(request: Request, outcome: str, now: float) -> RequestStats:
         tenant=request.tenant,
         outcome=outcome,
         prompt_tokens=len(request.prompt),
+        cached_tokens=request.num_cached,
         generated_tokens=len(request.output),
         queue_s=None if request.entered_at is None else request.entered_at - arrived_at,
         first_token_s=None if request.first_token_at is None else request.first_token_at - arrived_at,

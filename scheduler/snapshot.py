@@ -14,6 +14,7 @@ class SnapshotMaker:
         self._scheduler = scheduler
         self._runner = runner
         self._tenants: dict[str, TenantGauges] = {}
+        self._notes = {"prefix": scheduler.space.prefix_note}
 
     def make(self, *, state: str, now: float, last_step_at: float, busy_since: float) -> EngineSnapshot:
         scheduler, counters, info = self._scheduler, self._runner.counters(), self._runner.info
@@ -33,6 +34,8 @@ class SnapshotMaker:
             kv_reserved_bytes=scheduler.space.reserved_bytes,
             kv_capacity_bytes=info.memory.kv_bytes,
             pages=scheduler.space.pages,
+            cached_pages=scheduler.space.cached_pages,
+            prefix_evictions=scheduler.space.num_evicted,
             graph_compiles=counters.graph_compiles,
             graph_retraces=counters.graph_retraces,
             graph_failures=counters.graph_failures,
@@ -42,7 +45,7 @@ class SnapshotMaker:
             memory_active_bytes=counters.memory_active_bytes,
             memory_peak_bytes=counters.memory_peak_bytes,
             memory_cache_bytes=counters.memory_cache_bytes,
-            notes=info.notes,
+            notes=info.notes | self._notes,
         )
 
     def _gauges(self) -> dict[str, TenantGauges]:
@@ -68,4 +71,5 @@ def after_failure(last: EngineSnapshot, error: str, now: float) -> EngineSnapsho
         kv_used_bytes=0,
         kv_reserved_bytes=0,
         pages={name: (0, total) for name, (_, total) in last.pages.items()},
+        cached_pages=dict.fromkeys(last.cached_pages, 0),
     )

@@ -16,6 +16,8 @@ class Step:
         decoding, prefilling: the requests of `decode` and `chunks`, in the same order.
         prompt_tokens: prompt positions that it computes for the first time, by tenant.
         recomputed_tokens: positions that it computes again for rows that were preempted, by tenant.
+        cached_tokens: prompt positions found in the prefix cache and not computed before, by tenant.
+        prefix_query_tokens, prefix_hit_tokens: known tokens of rows that entered, and those found, by tenant.
         num_joined, num_preempted: rows that entered, and that gave up their pages, while it was planned.
     """
 
@@ -28,12 +30,31 @@ class Step:
     num_prefill_tokens: int = 0
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     recomputed_tokens: Counter[str] = field(default_factory=Counter)
+    cached_tokens: Counter[str] = field(default_factory=Counter)
+    prefix_query_tokens: Counter[str] = field(default_factory=Counter)
+    prefix_hit_tokens: Counter[str] = field(default_factory=Counter)
     num_joined: int = 0
     num_preempted: int = 0
 
     @property
     def is_empty(self) -> bool:
         return not self.decode and not self.chunks
+
+    def add_reused(self, request: Request) -> int:
+        """Counts what a row that just entered found in the prefix cache.
+
+        Returns:
+            Prompt positions among them that were never computed or found before.
+        """
+        assert request.row is not None
+        fresh = request.charge_prompt()
+        request.num_cached += fresh
+        if request.chain is not None:
+            self.prefix_query_tokens[request.tenant] += request.num_known
+        if request.row.num_reused:
+            self.prefix_hit_tokens[request.tenant] += request.row.num_reused
+            self.cached_tokens[request.tenant] += fresh
+        return fresh
 
     def add_decode(self, request: Request) -> int:
         """Advances the request by one position and one token in flight. Its row has room.
@@ -93,6 +114,9 @@ class Tally:
             prefill_rows=len(step.chunks),
             prompt_tokens=dict(step.prompt_tokens),
             recomputed_tokens=dict(step.recomputed_tokens),
+            cached_tokens=dict(step.cached_tokens),
+            prefix_query_tokens=dict(step.prefix_query_tokens),
+            prefix_hit_tokens=dict(step.prefix_hit_tokens),
             generated_tokens=dict(self.generated),
             step_s=now - step.planned_at,
             decode_s=result.decode_s,

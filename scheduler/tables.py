@@ -142,7 +142,10 @@ def status_tables(
             f"{show_bytes(status.kv_used_bytes)} used, {show_bytes(status.kv_reserved_bytes)} reserved "
             f"of {show_bytes(status.kv_capacity_bytes)}",
         ),
-        *((f"pages {name}", f"{held} of {total}") for name, (held, total) in status.pages.items()),
+        *(
+            (f"pages {name}", f"{held} of {total}, {status.cached_pages.get(name, 0)} cached")
+            for name, (held, total) in status.pages.items()
+        ),
         ("memory", f"{show_bytes(status.memory_active_bytes)}, peak {show_bytes(status.memory_peak_bytes)}"),
         (
             "graphs",

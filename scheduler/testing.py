@@ -187,6 +187,7 @@ def _status(reply_id: str) -> wire.StatusReply:
         kv_reserved_bytes=0,
         kv_capacity_bytes=0,
         pages={},
+        cached_pages={},
         graph_compiles=0,
         graph_retraces=0,
         graph_failures=0,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.batching.runner import Runner
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.metrics.recorder import NullRecorder
 from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats
@@ -68,8 +69,10 @@ class Tape(NullRecorder):
 class World:
     """A scheduler and a FakeRunner under a clock of one tick a turn, pipelined as the engine does it."""
 
-    def __init__(self, config: Config, runner: FakeRunner | None = None, *, seed: int = 0) -> None:
-        self.runner = runner or FakeRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB)
+    def __init__(self, config: Config, runner: Runner | None = None, *, seed: int = 0) -> None:
+        self.runner: Runner = runner or FakeRunner(
+            fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB
+        )
         self.tape = Tape()
         self.scheduler = Scheduler(config, self.runner.info, seed=seed, recorder=self.tape)
         self.now = 0.0

@@ -91,7 +91,7 @@ def test_json_is_one_object_a_prompt(daemon: Script, capsys: Capture) -> None:
         "text": " Paris.",
         "token_ids": [7042, 30],
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 5, "completion_tokens": 2},
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 0},
     }
     assert second["text"] == "two words"
 

@@ -19,18 +19,18 @@ def test_service_is_weighted_tokens_over_the_tenants_weight(
     kind: type[FairPolicy] | type[FcfsPolicy], weight: float, prompt: int, output: int, service: float
 ) -> None:
     served = tenant(weight=weight)
-    kind(prompt_weight=1.0, output_weight=2.0).charge(served, prompt, output)
+    kind(prompt_weight=1.0, output_weight=2.0, cached_weight=0.1).charge(served, prompt, output)
     assert served.service == service
 
 
 def test_fair_ranks_the_least_served_first_and_ties_by_name() -> None:
-    policy = FairPolicy(1.0, 2.0)
+    policy = FairPolicy(1.0, 2.0, 0.1)
     tenants = [tenant("c", service=5), tenant("b", service=1), tenant("a", service=5)]
     assert [t.name for t in sorted(tenants, key=policy.rank)] == ["b", "a", "c"]
 
 
 def test_fair_counts_prompt_tokens_that_rows_still_have_to_compute() -> None:
-    policy = FairPolicy(1.0, 2.0)
+    policy = FairPolicy(1.0, 2.0, 0.1)
     admitted, other = tenant("a", service=0, weight=2), tenant("b", service=40)
     admitted.prefill_left = 100
     assert policy.rank(other) < policy.rank(admitted)
@@ -44,7 +44,7 @@ def test_fair_counts_prompt_tokens_that_rows_still_have_to_compute() -> None:
 def test_a_tenant_that_returns_is_lifted_to_the_least_served_that_queues_or_the_last_charged(
     own: float, others: list[float], lifted: float
 ) -> None:
-    policy = FairPolicy(1.0, 1.0)
+    policy = FairPolicy(1.0, 1.0, 0.1)
     policy.charge(tenant("gone"), 25, 0)
     back = tenant("back", service=own)
     policy.activate(back, [tenant(f"t{i}", service=s) for i, s in enumerate(others)])

@@ -228,7 +228,7 @@ def test_prefill_between_two_decode_steps_stays_inside_its_time(
     runner = FakeRunner(memory, prefill_s_per_token=seconds_per_token)
     world = World(make_config(prefill_ms=limit_ms), runner)
     for number in range(8):
-        world.submit(submission(str(number), (1,) * (4 * CHUNK + 1), max_tokens=1))
+        world.submit(submission(str(number), (number,) * (4 * CHUNK + 1), max_tokens=1))
     world.run()
     chunks = [sum(1 for item in plan if item[0] == "chunk") for plan in world.plans]
     assert max(chunks) == most_chunks
