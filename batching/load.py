@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
-from mlxd.batching.errors import ModelError
+from mlxd.batching.errors import ModelError, SettingError
 from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
@@ -138,6 +138,7 @@ def _self_test(
 
     Raises:
         ModelError: no variant is right even for a row alone.
+        SettingError: and keys and values are packed.
     """
     runner.step.enabled = False
     ragged = prompts(memory, loaded.vocab_size)
@@ -158,7 +159,7 @@ def _self_test(
             runner.set_attention(name)
             rows = slice(num_rows)
             fault = fault_in(
-                runner, memory, oracle[rows], ragged[rows], still_here, packed=quantization is not None
+                runner, memory, oracle[rows], ragged[rows], still_here, quantization=quantization
             )
             runner.reset()
             if fault is None:
@@ -171,7 +172,10 @@ def _self_test(
         progress("self-test", 1.0)
         if right:
             return right
-    raise ModelError(f"{loaded.path}: the self-test failed, even for one row alone: {'; '.join(faults)}")
+    failure = f"the self-test failed, even for one row alone: {'; '.join(faults)}"
+    if quantization is not None:
+        raise SettingError(("cache", "quantization"), f"does not go with this model: {failure}")
+    raise ModelError(f"{loaded.path}: {failure}")
 
 
 def _tune(

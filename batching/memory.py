@@ -41,13 +41,17 @@ def layers_of(model: nn.Module, quantization: Quantization | None = None) -> tup
     """The model's layers, their keys and values packed where `quantization` says how.
 
     Raises:
-        ModelError: names the cache kind which is not supported, or cannot be packed, and its layer.
+        ModelError: names the cache kind which is not supported, and its layer.
+        SettingError: the layers cannot be packed so.
     """
     try:
         layers = inspect_layers(model)
-        return layers if quantization is None else packed_layers(layers, quantization)
     except UnsupportedCacheError as error:
         raise ModelError(str(error)) from error
+    try:
+        return layers if quantization is None else packed_layers(layers, quantization)
+    except UnsupportedCacheError as error:
+        raise SettingError(("cache", "quantization"), f"does not go with this model: {error}") from error
 
 
 def plan_for(

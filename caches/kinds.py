@@ -203,8 +203,8 @@ def _packed(layer: Layer, quantization: Quantization) -> Layer:
     for dim in (shape.key_dim, shape.value_dim):
         if dim % quantization.group_size:
             raise UnsupportedCacheError(
-                f"layer {layer.path[0]} has heads {dim} wide, not a multiple of the quantisation's "
-                f"group_size, {quantization.group_size}"
+                f"layer {layer.path[0]} has heads {dim} wide, not a multiple of group_size, "
+                f"{quantization.group_size}"
             )
     return replace(
         layer,

@@ -10,7 +10,7 @@ from tiny_models import PAGE, VOCAB, make_rig, prompt_of
 
 from mlxd.batching.attention import Gathered
 from mlxd.batching.attention_quantized import attend_packed_pages
-from mlxd.batching.errors import ModelError
+from mlxd.batching.errors import SettingError
 from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.sampling_params import SamplingParams
@@ -67,7 +67,10 @@ LLAMA = {
 @pytest.mark.parametrize(("head_dim", "group_size"), [(8, 32), (32, 64), (96, 64)])
 def test_heads_that_do_not_hold_whole_groups_are_refused(head_dim: int, group_size: int) -> None:
     model = llama.Model(llama.ModelArgs.from_dict(LLAMA | {"head_dim": head_dim}))
-    with pytest.raises(ModelError, match=rf"layer 0 has heads {head_dim} wide, .* group_size, {group_size}"):
+    with pytest.raises(
+        SettingError,
+        match=rf"cache.quantization does not go .*: layer 0 has heads {head_dim} wide, .*, {group_size}",
+    ):
         layers_of(model, Quantization(bits=8, group_size=group_size))  # type: ignore[arg-type]
 
 
@@ -106,7 +109,7 @@ def test_the_self_test_finds_a_model_that_packed_numbers_do_not_reach() -> None:
         runner.step.enabled = False
         ragged = prompts(memory, VOCAB)
         expected = [oracle_logprobs(model, prompt, quantization) for prompt in ragged]
-        fault = fault_in(runner, memory, expected, ragged, packed=quantization is not None)
+        fault = fault_in(runner, memory, expected, ragged, quantization=quantization)
         assert (fault is None) == (quantization is None), fault
 
 
@@ -115,7 +118,7 @@ def test_the_self_test_passes_where_attention_goes_through_the_seam(family: str)
     rig = make_rig(family, quantization=FOUR_BITS)
     ragged = prompts(rig.memory, VOCAB)
     expected = [oracle_logprobs(rig.model, prompt, FOUR_BITS) for prompt in ragged]
-    assert fault_in(rig.runner, rig.memory, expected, ragged, packed=True) is None
+    assert fault_in(rig.runner, rig.memory, expected, ragged, quantization=FOUR_BITS) is None
 
 
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
