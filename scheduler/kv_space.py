@@ -119,6 +119,7 @@ class KvSpace:
 
         False: the pages there are do not suffice; some groups may have grown. Only where overcommitted.
         """
+        assert start >= row.num_reused, f"row {row.row_id} writes position {start} of a shared page"
         for group in self._sliding:
             row.tables[group].release_before(start)
         try:

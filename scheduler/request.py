@@ -108,11 +108,6 @@ class Request:
         return min(self.num_computed, self.num_known - 1)
 
     @property
-    def drew_once(self) -> bool:
-        """Whether its row has yielded one token so far."""
-        return self.row is not None and self.num_known == self.prefill_end + 2
-
-    @property
     def usage(self) -> Usage:
         return Usage(len(self.prompt), len(self.output), self.num_cached)
 

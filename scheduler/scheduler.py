@@ -162,6 +162,9 @@ class Scheduler:
             request.num_inflight -= 1
             if request.state is not RequestState.FINISHED:
                 self._accept(request, row, now, events)
+                drew_first = entry.token is not None
+                if drew_first and request.row is entry.row:
+                    self.space.share(request)
         for request, chunk in zip(step.prefilling, step.chunks, strict=True):
             fault = result.prefill_faults.get(chunk.row.row_id)
             if fault is not None and request.state is not RequestState.FINISHED:
@@ -190,8 +193,6 @@ class Scheduler:
             events.append(self._finish(request, "stop", now))
         elif len(request.output) >= request.sampling.max_tokens:
             events.append(self._finish(request, "length", now))
-        elif request.drew_once:
-            self.space.share(request)
 
     def _fail(self, request: Request, code: str, now: float) -> Finished:
         self.space.forget(request)

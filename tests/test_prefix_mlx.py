@@ -1,10 +1,13 @@
 """A warm row on MLX gives what a cold one gives, bit for bit, and computes less."""
 
+from typing import Literal
+
 import pytest
 from scheduling import World, make_config, submission
 from tiny_models import CHUNK, PAGE, make_rig, prompt_of
 
 from mlxd.batching.plan import TokenLogprobs
+from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.events import Finished, Tokens
 
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3")
@@ -49,6 +52,19 @@ def test_warm_equals_cold_bit_for_bit_wherever_the_shared_part_ends(family: str,
     for prompt, answer in zip(prompts, answers, strict=True):
         rig.runner.reset()
         assert serve(World(make_config(), rig.runner), "cold", prompt) == answer
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_pages_are_reused_bit_for_bit(bits: Literal[4, 8]) -> None:
+    rig = make_rig("llama/64", "in_place", quantization=Quantization(bits=bits, group_size=32))
+    document = prompt_of(2 * CHUNK, seed=5)
+    warm = World(make_config(), rig.runner)
+    serve(warm, "document", document)
+    prompt = document[: CHUNK + PAGE] + prompt_of(7)
+    answer = serve(warm, "warm", prompt)
+    assert cached(warm, "warm") == CHUNK + PAGE
+    rig.runner.reset()
+    assert serve(World(make_config(), rig.runner), "cold", prompt) == answer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
