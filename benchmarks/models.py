@@ -14,6 +14,7 @@ from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import load_model, resolve
 from mlxd.batching.runner import RunnerInfo
 from mlxd.caches.kinds import group_specs
+from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import plan_memory
 
 _TUNING_S = 60.0
@@ -96,9 +97,10 @@ def make_runner(
     chunk: int = 512,
     attention: str = "auto",
     compile: Literal["auto", "on", "off"] = "auto",
+    quantization: Quantization | None = None,
 ) -> MlxRunner:
     """A runner with room for `max_rows` rows of `max_model_len`, tuned as the daemon tunes it at start."""
-    layers = layers_of(bench.model)
+    layers = layers_of(bench.model, quantization)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(bench.model.parameters()))
     specs = group_specs(layers, page_size)
     row_bytes = sum(spec.pages_for(max_model_len, chunk) * spec.page_bytes for spec in specs)

@@ -7,12 +7,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
-from tiny_models import FAMILIES, PAGE, WATCHED, Rig, make_rig, pools_are_whole, prompt_of
+from scheduling import World, make_config, submission
+from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, Rig, make_rig, pools_are_whole, prompt_of
 
 from mlxd.batching.driver import Driver
 from mlxd.batching.plan import RowResult
 from mlxd.caches.kinds import native_caches, rounded_caches
 from mlxd.caches.quantization import Quantization
+from mlxd.scheduler.events import Finished, Tokens
 
 NUM_TOKENS = 20
 FOUR_BITS = Quantization(bits=4, group_size=32)
@@ -159,6 +161,30 @@ def test_siblings_that_join_and_leave_change_nothing(family: str) -> None:
             driver.leave(driver.rows[1])
         together.append(next(result for result in driver.decode() if result.row_id == row.row_id))
     assert seen(together) == seen(alone)
+
+
+@pytest.mark.parametrize("quantization", FORMATS, ids=str)
+@pytest.mark.parametrize("family", ["llama/64", "qwen3/64"])
+def test_a_shared_prefix_is_shared_packed(family: str, quantization: Quantization) -> None:
+    rig = make_rig(family, quantization=quantization)
+    prompts = [
+        prompt_of(3 * CHUNK, seed=5)[:length] + prompt_of(3, seed=length) for length in (48, 30, 21, 5)
+    ]
+    warm = World(make_config(), rig.runner)
+    answers = [_serve(warm, str(i), prompt) for i, prompt in enumerate(prompts)]
+    reused = [e.usage.cached_tokens for e in warm.events if isinstance(e, Finished)]
+    assert reused == [0, 28, 20, 4]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        rig.runner.reset()
+        assert _serve(World(make_config(), rig.runner), "cold", prompt) == answer
+
+
+def _serve(world: World, request_id: str, prompt: tuple[int, ...]) -> list[object]:
+    """Run it alone to its end; tokens and log-probabilities."""
+    before = len(world.events)
+    world.submit(submission(request_id, prompt, max_tokens=6, temperature=0.0, top_logprobs=20))
+    world.run()
+    return [(e.token_ids, e.logprobs) for e in world.events[before:] if isinstance(e, Tokens)]
 
 
 @pytest.mark.parametrize("family", PACKABLE)
