@@ -20,7 +20,7 @@ from mlxd.batching.runner import RunnerCounters, RunnerInfo
 from mlxd.batching.sampler import SamplingShape
 from mlxd.batching.sampler_state import Draw
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.caches.contract import join_signatures
+from mlxd.caches.composite import Composite
 from mlxd.caches.kinds import Layer
 from mlxd.caches.row_group import RowGroup, row_bucket
 from mlxd.caches.sizing import MemoryPlan
@@ -101,8 +101,9 @@ class MlxRunner:
             layer.kind.make(layer.shape, self._groups[g], memory.groups[g].num_pages)
             for layer, g in zip(layers, self._layer_groups, strict=True)
         ]
-        join_signatures(self._caches)  # raises before any row runs where a kind cannot say what it is
         self._paths = [layer.path for layer in layers]
+        self._whole = Composite(self._caches, self._paths)
+        self._whole.signature()  # raises before any row runs where a kind cannot say what it is
         self._may_pad = not any(group.spec.state_bytes for group in memory.groups)
         self.step = DecodeStep(model, self._caches, self._paths, self._groups)
         self._attention: dict[int, DecodeVariant] = {}
@@ -115,9 +116,8 @@ class MlxRunner:
 
     def reset(self) -> None:
         """Empty pools, and no row known: as new, also after a step that failed."""
-        for cache in self._caches:
-            cache.reset()
-        mx.eval([cache.state() for cache in self._caches])
+        self._whole.reset()
+        mx.eval(self._whole.state())
         self._batch = Batch(self.info.vocab_size)
 
     @property
@@ -129,7 +129,7 @@ class MlxRunner:
     @property
     def signature(self) -> str:
         """Identity of the whole model's state."""
-        return join_signatures(self._caches)
+        return self._whole.signature()
 
     def set_attention(self, default: str, by_rows: Mapping[int, str] | None = None) -> None:
         """Choose the decode attention variant, by row bucket where they differ."""
@@ -243,7 +243,6 @@ class MlxRunner:
 
     def close(self) -> None:
         """Give back the arrays and this thread's streams; without it the process may abort at exit."""
-        for cache in self._caches:
-            cache.dispose()
+        self._whole.dispose()
         mx.clear_cache()
         mx.clear_streams()

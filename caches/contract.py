@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -301,11 +302,10 @@ def signature_of(cache: object) -> str:
 
 def join_signatures(caches: Sequence[object]) -> str:
     """Identity of a whole model's state, in layer order, runs shortened: "kv:paged:64*30"."""
-    parts: list[tuple[str, int]] = []
-    for cache in caches:
-        signature = signature_of(cache)
-        if parts and parts[-1][0] == signature:
-            parts[-1] = (signature, parts[-1][1] + 1)
-        else:
-            parts.append((signature, 1))
-    return ",".join(name if count == 1 else f"{name}*{count}" for name, count in parts)
+    return join_names([signature_of(cache) for cache in caches])
+
+
+def join_names(names: Sequence[str]) -> str:
+    """As `join_signatures`, of signatures that are known already."""
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    return ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs)

@@ -2,82 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import pytest
+from cache_subjects import WINDOW, packed, paged, recurrent
 
-from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.caches.conformance import CacheConformance, Subject
 from mlxd.caches.contract import DecodeSlot, KvDonorRows
-from mlxd.caches.paged import LayerShape, PagedRows
+from mlxd.caches.paged import PagedRows
 from mlxd.caches.paged_view import PrefillView
-from mlxd.caches.quantization import Quantization
-from mlxd.caches.quantized import QuantizedRotatingRows, QuantizedRows, QuantizedShape
-from mlxd.caches.recurrent import RecurrentPrefill, RecurrentRows, StateShape
+from mlxd.caches.quantized import QuantizedRotatingRows, QuantizedRows
+from mlxd.caches.recurrent import RecurrentPrefill, RecurrentRows
 from mlxd.caches.rotating import RotatingRows
-from mlxd.caches.sizing import ENDLESS, GroupSpec
-
-HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
-PAGE, WINDOW = 4, 6
-SHAPE = LayerShape(0, HEADS, KEY_DIM, VALUE_DIM, mx.float32)
-PACKED = QuantizedShape(0, HEADS, 32, 32, mx.float32, Quantization(bits=8, group_size=32))
-STATE = StateShape(0, (((2, 3), mx.float32), ((4,), mx.float32)))
-
-
-def pages(shape: LayerShape, window: int | None = None) -> GroupSpec:
-    return GroupSpec("group", (0,), window, PAGE, shape.bytes_per_token)
-
-
-def vectors(marks: mx.array, dim: int, turn: float) -> mx.array:
-    """[B, HEADS, L, dim] of marks [B, L]: every mark has its own."""
-    cells = mx.arange(HEADS * dim, dtype=mx.float32).reshape(HEADS, 1, dim)
-    return mx.sin(3 * marks[:, None, :, None] + cells + turn)
-
-
-def attend(stand_in: Any, marks: mx.array) -> mx.array:
-    keys, values = vectors(marks[:, None], KEY_DIM, 0), vectors(marks[:, None], VALUE_DIM, 1)
-    all_keys, all_values = stand_in.update_and_fetch(keys, values)
-    mask = stand_in.make_mask(1)
-    return mx.fast.scaled_dot_product_attention(keys, all_keys, all_values, scale=1.0, mask=mask)
-
-
-def store(stand_in: Any, marks: mx.array) -> None:
-    stand_in.update_and_fetch(vectors(marks, KEY_DIM, 0), vectors(marks, VALUE_DIM, 1))
-
-
-def attend_packed(stand_in: Any, marks: mx.array) -> mx.array:
-    keys = vectors(marks[:, None], 32, 0)
-    stand_in.update_and_fetch(keys, vectors(marks[:, None], 32, 1))
-    return attend_packed_pages(stand_in, keys, 1.0, None)
-
-
-def store_packed(stand_in: Any, marks: mx.array) -> None:
-    stand_in.update_and_fetch(vectors(marks, 32, 0), vectors(marks, 32, 1))
-
-
-def remember(stand_in: Any, marks: mx.array) -> mx.array:
-    """A state that decays, and one that turns."""
-    for index, (shape, _) in enumerate(STATE.arrays):
-        before = stand_in[index]
-        new = marks.reshape(-1, *(1 for _ in shape)) + mx.arange(shape[-1], dtype=mx.float32)
-        stand_in[index] = mx.sin(new) if before is None else 0.5 * before + mx.sin(new)
-        stand_in[index] = mx.broadcast_to(stand_in[index], (marks.shape[0], *shape))
-    return mx.concatenate([stand_in[0].reshape(-1, 6), stand_in[1]], axis=1)
-
-
-def remember_all(stand_in: Any, marks: mx.array) -> None:
-    for position in range(marks.shape[1]):
-        remember(stand_in, marks[:, position])
-
-
-def paged(kind: type[PagedRows]) -> Subject:
-    return Subject(pages(SHAPE), lambda group, n: kind(SHAPE, group, n), attend, store)
-
-
-def recurrent(kind: type[RecurrentRows]) -> Subject:
-    spec = GroupSpec("state", (0,), None, ENDLESS, 0, STATE.bytes_per_row)
-    return Subject(spec, lambda group, n: kind(STATE, group, n), remember, remember_all)
 
 
 class TestPaged(CacheConformance):
@@ -85,22 +21,15 @@ class TestPaged(CacheConformance):
 
 
 class TestRotating(CacheConformance):
-    subject = Subject(pages(SHAPE, WINDOW), lambda group, n: RotatingRows(SHAPE, group, n), attend, store)
+    subject = paged(RotatingRows, WINDOW)
 
 
 class TestQuantized(CacheConformance):
-    subject = Subject(
-        pages(PACKED), lambda group, n: QuantizedRows(PACKED, group, n), attend_packed, store_packed
-    )
+    subject = packed(QuantizedRows)
 
 
 class TestQuantizedRotating(CacheConformance):
-    subject = Subject(
-        pages(PACKED, WINDOW),
-        lambda group, n: QuantizedRotatingRows(PACKED, group, n),
-        attend_packed,
-        store_packed,
-    )
+    subject = packed(QuantizedRotatingRows, WINDOW)
 
 
 class TestRecurrent(CacheConformance):
