@@ -473,17 +473,21 @@ def zoo_model(name: str) -> nn.Module:
     """The model with random parameters: a zero would hide errors in what it multiplies."""
     mx.random.seed(0)
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    own = dict(_OWN[name])
-    if _TEXT in own:
-        own[_TEXT] = {**_SIZES, "model_type": name, **own[_TEXT]}
-    args = module.ModelArgs.from_dict({**_SIZES, "model_type": name, **own})
-    model: nn.Module = module.Model(args)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(zoo_config(name)))
     rng = np.random.default_rng(1)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     model.update(tree_unflatten([(name, _shaken(value, rng)) for name, value in parameters]))
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+def zoo_config(name: str) -> dict[str, Any]:
+    """The model's configuration, as in its `config.json`."""
+    own = dict(_OWN[name])
+    if _TEXT in own:
+        own[_TEXT] = {**_SIZES, "model_type": name, **own[_TEXT]}
+    return {**_SIZES, "model_type": name, **own}
 
 
 def _shaken(value: mx.array, rng: np.random.Generator) -> mx.array:

@@ -1,0 +1,87 @@
+"""What the daemon finds out at start about models that are not plain: served how, or refused why."""
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from text_tokenizers import byte_level
+from tiny_zoo import zoo_config, zoo_model
+
+from mlxd.batching.errors import ModelError
+from mlxd.batching.load import load_runner
+from mlxd.batching.mlx_runner import MlxRunner
+
+
+def write_model(folder: Path, name: str) -> Path:
+    config = {"eos_token_id": 1, **zoo_config(name)}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text("{}")
+    byte_level().save(str(folder / "tokenizer.json"))
+    weights = dict(tree_flatten(zoo_model(name).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def load(folder: Path) -> MlxRunner:
+    return load_runner(
+        model_path=str(folder),
+        max_model_len=128,
+        max_rows=4,
+        prefill_ms=50.0,
+        prefill_chunk=32,
+        budget="16MiB",
+        page_size=16,
+        quantization=None,
+        compile="off",
+        attention="auto",
+        warmup_s=0.0,
+        progress=lambda stage, share: None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "attention"),
+    [
+        ("gemma2", "kv:paged:16*4", "grouped"),
+        ("deepseek_v3", "kv:paged:16*4", "gathered"),
+        ("deepseek_v32", "kv:paged:16+kv:paged:16*4", "gathered"),
+        ("qwen3_next", "ssm,kv:paged:16,ssm,kv:paged:16", None),
+        ("gemma3n", "kv:paged-rotating:8:16,kv:paged:16", None),
+    ],
+)
+def test_models_of_every_way_to_keep_state_are_batched(
+    tmp_path: Path, name: str, signature: str, attention: str | None
+) -> None:
+    info = load(write_model(tmp_path, name)).info
+    assert info.max_batch == 4
+    assert info.notes["signature"] == signature
+    assert attention is None or info.notes["attention"] == attention
+
+
+def test_a_model_that_is_right_only_alone_is_served_one_row_at_a_time_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        info = load(write_model(tmp_path, "gpt_bigcode")).info
+    assert info.max_batch == 1
+    assert info.notes["batching"].startswith("one row at a time: in_place: ValueError: ")
+    assert "Only length-1 arrays can be converted to Python scalars" in info.notes["batching"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("llama4", "layer 0 needs ChunkedKVCache"),
+        ("phi3small", "phi3small is not served: its sparse attention counts columns"),
+        ("afm7", "the self-test failed, even for one row alone: in_place: .*; gathered: row 0 of 1 differs"),
+    ],
+)
+def test_a_model_that_is_wrong_alone_is_refused_with_its_reason(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    with ThreadPoolExecutor(1) as engine, pytest.raises(ModelError, match=reason):
+        engine.submit(lambda: load(write_model(tmp_path, name))).result()  # it clears its thread's streams
