@@ -12,6 +12,7 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 512
 MAX_SEED = 2**64 - 1
+MAX_VOCAB_SIZE = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,8 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     top_logprobs: int | None = None
 
-    def check(self, vocab_size: int) -> None:
-        """Raises InvalidParamError that names the field, the value and the range."""
+    def check(self, vocab_size: int = MAX_VOCAB_SIZE) -> None:
+        """Raises InvalidParamError that names the field ("sampling.seed"), the value and the range."""
         _int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0, 100)
         _number("top_p", self.top_p, 0, 1, open_low=True)
@@ -64,34 +65,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token, bias in self.logit_bias.items():
-            _int("logit_bias", token, 0, vocab_size - 1)
+            if not 0 <= token < vocab_size:
+                raise _error("logit_bias", f"names token {token}; token ids are from 0 to {vocab_size - 1}")
             _number(f"logit_bias[{token}]", bias, -100, 100)
         if self.seed is not None:
             _int("seed", self.seed, 0, MAX_SEED)
         _length("stop", len(self.stop), MAX_STOP_STRINGS)
-        for text in self.stop:
+        for index, text in enumerate(self.stop):
             if not 0 < len(text) <= MAX_STOP_LENGTH:
-                raise InvalidParamError(
-                    "stop", f"{len(text)} characters", f"1 to {MAX_STOP_LENGTH} characters each"
-                )
+                size = f"has {len(text)} characters" if text else "is empty"
+                raise _error(f"stop[{index}]", f"{size}; it must have 1 to {MAX_STOP_LENGTH}")
         _length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        for token in self.stop_token_ids:
-            _int("stop_token_ids", token, 0, vocab_size - 1)
+        for index, token in enumerate(self.stop_token_ids):
+            _int(f"stop_token_ids[{index}]", token, 0, vocab_size - 1)
         if self.top_logprobs is not None:
             _int("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
+def _error(field: str, sentence: str) -> InvalidParamError:
+    path = f"sampling.{field}"
+    return InvalidParamError.from_message(path, f"{path} {sentence}")
+
+
 def _int(field: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidParamError(field, value, f"an integer from {low} to {high}")
+        raise InvalidParamError(f"sampling.{field}", value, f"an integer from {low} to {high}")
 
 
 def _number(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not real or not low <= value <= high or (open_low and value == low):
-        raise InvalidParamError(field, value, f"a number {'above' if open_low else 'from'} {low} to {high}")
+        allowed = f"a number {'above' if open_low else 'from'} {low} to {high}"
+        raise InvalidParamError(f"sampling.{field}", value, allowed)
 
 
 def _length(field: str, length: int, limit: int) -> None:
     if length > limit:
-        raise InvalidParamError(field, f"{length} entries", f"at most {limit}")
+        raise _error(field, f"has {length} entries; the limit is {limit}")

@@ -46,6 +46,7 @@ class AsyncClient:
         token: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = 0,
+        wait_s: float = 0.0,
         connect: Connect | None = None,
     ) -> None:
         """
@@ -56,11 +57,14 @@ class AsyncClient:
                 still known, so a long queue or a long prompt is no silence.
             retries: how often a request that was rejected as retryable is sent again, each time after the
                 pause that the daemon asked for.
+            wait_s: how long to wait for a daemon whose ipc socket is not there yet; 0 fails at once.
             connect: opens a connection; to `endpoint` by default.
         """
         self._timeout_s = timeout_s
         self._retries = retries
-        self._connect = connect or (lambda: ZmqTransport.connect(endpoint, token=token, timeout_s=timeout_s))
+        self._connect = connect or (
+            lambda: ZmqTransport.connect(endpoint, token=token, timeout_s=timeout_s, wait_s=wait_s)
+        )
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
 
@@ -224,7 +228,9 @@ def _generate(
     *,
     stream: bool,
 ) -> wire.Generate:
-    """Raises InvalidParamError where a conversation's turn is not a role and a content."""
+    """Raises InvalidParamError for a turn that is not a role and a content, or a sampling value out of range."""
+    sampling = sampling or SamplingParams()
+    sampling.check()
     turns: tuple[wire.ChatMessage, ...] | msgspec.UnsetType = UNSET
     if messages is not None:
         try:
@@ -236,6 +242,6 @@ def _generate(
         prompt=UNSET if prompt is None else prompt,
         messages=turns,
         token_ids=UNSET if token_ids is None else tuple(token_ids),
-        sampling=sampling or SamplingParams(),
+        sampling=sampling,
         stream=stream,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -28,13 +28,14 @@ class Client:
         token: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = 0,
+        wait_s: float = 0.0,
         connect: Connect | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mlxd-client", daemon=True)
         self._thread.start()
         self._client = AsyncClient(
-            endpoint, token=token, timeout_s=timeout_s, retries=retries, connect=connect
+            endpoint, token=token, timeout_s=timeout_s, retries=retries, wait_s=wait_s, connect=connect
         )
 
     def __enter__(self) -> "Client":
@@ -78,17 +79,19 @@ class Client:
         messages: Sequence[Mapping[str, str]] | None = None,
         token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
-    ) -> Iterator[TextChunk]:
-        """The answer piece by piece; leaving the iterator early cancels the request."""
+    ) -> Generator[TextChunk, None, None]:
+        """The answer piece by piece; closing the generator early cancels the request."""
         chunks = self._client.stream(
             prompt, sampling, messages=messages, token_ids=token_ids, request_id=request_id
         )
+        # After a Ctrl-C the piece that was waited for is still on its way: closing has to wait for it.
+        turn = asyncio.Lock()
         try:
-            while (chunk := self._run(_next(chunks))) is not None:
+            while (chunk := self._run(_next(chunks, turn))) is not None:
                 yield chunk
         finally:
             if not self._loop.is_closed():
-                self._run(chunks.aclose())
+                self._run(_close(chunks, turn))
 
     def cancel(self, request_id: str) -> bool:
         """Whether the tenant had such an open request."""
@@ -118,5 +121,11 @@ class Client:
             raise
 
 
-async def _next(chunks: AsyncGenerator[TextChunk, None]) -> TextChunk | None:
-    return await anext(chunks, None)
+async def _next(chunks: AsyncGenerator[TextChunk, None], turn: asyncio.Lock) -> TextChunk | None:
+    async with turn:
+        return await anext(chunks, None)
+
+
+async def _close(chunks: AsyncGenerator[TextChunk, None], turn: asyncio.Lock) -> None:
+    async with turn:
+        await chunks.aclose()

@@ -1,7 +1,8 @@
 """Frames to messages and back. Nothing a client sends makes `decode` raise anything but ProtocolError."""
 
+import difflib
 import re
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import msgspec
 
@@ -14,6 +15,7 @@ from mlxd.scheduler.messages import (
     ClientMessage,
     ServerMessage,
 )
+from mlxd.scheduler.schema import field_names, type_at
 
 Encoding = Literal["msgpack", "json"]
 
@@ -71,7 +73,7 @@ def decode(frame: bytes, max_bytes: int) -> ClientMessage:
         message: ClientMessage = msgspec.convert(fields, ClientMessage, str_keys=encoding == "json")
         return message
     except msgspec.ValidationError as error:
-        problem = _invalid_param(str(error))
+        problem = _invalid_param(str(error), _TYPES[str(body["type"])])
     except ProtocolError as error:
         problem = error
     if isinstance(request_id, str) and len(request_id) <= MAX_ID_LENGTH:
@@ -105,16 +107,31 @@ def _unsupported(field: str, message: str) -> NoReturn:
     raise ProtocolError("unsupported", message, field=field)
 
 
+_TYPES: dict[str, type] = {str(kind.__struct_config__.tag): kind for kind in get_args(ClientMessage)}
 _VALIDATION = re.compile(r"(?P<problem>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
-_NAMED_FIELD = re.compile(r"(?:unknown|required) field `(?P<name>[^`]*)`")
+_NAMED_FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<name>[^`]*)`")
+_ANY_KEY = "[...]"
 
 
-def _invalid_param(text: str) -> ProtocolError:
+def _invalid_param(text: str, kind: type) -> ProtocolError:
     """From msgspec's "Expected `int`, got `str` - at `$.sampling.seed`"; it never quotes values."""
     found = _VALIDATION.fullmatch(text)
     assert found is not None
-    problem, path = found["problem"], found["path"] or ""
-    if named := _NAMED_FIELD.search(problem):
-        path = f"{path}.{named['name']}" if path else named["name"]
-    problem = problem.replace("`", "")
-    return ProtocolError("invalid_param", f"{path}: {problem}" if path else problem, field=path)
+    problem, path = found["problem"], (found["path"] or "").removesuffix(_ANY_KEY)
+    named = _NAMED_FIELD.fullmatch(problem)
+    if named is None:
+        problem = problem.replace("`", "")
+        return ProtocolError("invalid_param", f"{path}: {problem}" if path else problem, field=path)
+    field = f"{path}.{named['name']}" if path else named["name"]
+    if named["fault"] == "missing required":
+        return ProtocolError("invalid_param", f"{field} is missing", field=field)
+    hint = _hint(named["name"], kind, path)
+    return ProtocolError("invalid_param", f"{field} is not a field; {hint}", field=field)
+
+
+def _hint(name: str, kind: type, path: str) -> str:
+    """What may have been meant in place of the field `name` of the map at `path`."""
+    keys = [int(index) if index else key for key, index in re.findall(r"(\w+)|\[(\d+)\]", path)]
+    known = field_names(type_at(kind, keys))
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"

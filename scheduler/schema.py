@@ -8,7 +8,7 @@ from msgspec import inspect
 Type = inspect.Type
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _root(target: type) -> Type:
     return inspect.type_info(target)
 
@@ -17,6 +17,10 @@ def type_at(target: type, keys: Sequence[str | int]) -> Type:
     """The declared type of the value that `keys` lead to from a `target` struct."""
     info = _root(target)
     for key in keys:
+        if isinstance(info, inspect.UnionType):
+            info = next(
+                kind for kind in info.types if isinstance(kind, inspect.VarTupleType | inspect.StructType)
+            )
         if isinstance(key, int):
             assert isinstance(info, inspect.VarTupleType | inspect.ListType)
             info = info.item_type

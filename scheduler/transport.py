@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -64,17 +65,20 @@ class ZmqTransport:
 
     @classmethod
     async def connect(
-        cls, endpoint: str, *, token: str, timeout_s: float, client: str = ""
+        cls, endpoint: str, *, token: str, timeout_s: float, wait_s: float = 0.0, client: str = ""
     ) -> "ZmqTransport":
         """Say hello on both sockets, trying again until `timeout_s` is over.
 
+        Args:
+            wait_s: how long to wait for an ipc socket that is not there yet.
         Raises:
-            ClientTimeoutError: nobody answered.
+            ClientTimeoutError: nobody answered, or there is no such ipc socket.
             UnauthenticatedError: the token is no tenant's.
             ConfigError: the endpoint is not one.
             ProtocolError: the daemon refused for another reason; `code` says which.
         """
         hello = encode(wire.Hello(v=wire.PROTOCOL_VERSION, token=token, client=client))
+        await _wait_for_socket(endpoint, wait_s)
         try:
             async with asyncio.timeout(timeout_s):
                 submit, welcome = await _join(endpoint, hello)
@@ -127,6 +131,20 @@ class ZmqTransport:
         await asyncio.wait(self._tasks)
         for socket in (self._submit, self._control):
             socket.close(linger=LINGER_MS)
+
+
+async def _wait_for_socket(endpoint: str, wait_s: float) -> None:
+    """Raises ClientTimeoutError where an ipc socket is missing. ZeroMQ would wait for it without a word."""
+    if not endpoint.startswith("ipc://"):
+        return
+    path = Path(endpoint.removeprefix("ipc://"))
+    try:
+        async with asyncio.timeout(wait_s):
+            while not path.exists():
+                await asyncio.sleep(RECONNECT_MS / 1000)
+    except TimeoutError:
+        text = f"no daemon at {endpoint}: there is no such socket; is it running?"
+        raise ClientTimeoutError(text) from None
 
 
 async def _join(endpoint: str, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.Welcome]:

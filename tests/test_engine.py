@@ -287,7 +287,7 @@ def test_while_loading_requests_are_refused_and_progress_is_told() -> None:
         ((1, VOCAB), {}, InvalidPromptError, f"token id {VOCAB}; ids are from 0 to {VOCAB - 1}"),
         ((-1,), {}, InvalidPromptError, f"token id -1; ids are from 0 to {VOCAB - 1}"),
         ((1,), {"max_tokens": 0}, InvalidParamError, "max_tokens is 0"),
-        ((1,), {"stop_token_ids": (VOCAB,)}, InvalidParamError, f"stop_token_ids is {VOCAB}"),
+        ((1,), {"stop_token_ids": (VOCAB,)}, InvalidParamError, f"stop_token_ids[0] is {VOCAB}"),
     ],
 )
 def test_what_can_never_be_computed_is_refused_by_name_and_value(

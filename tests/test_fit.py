@@ -51,7 +51,9 @@ def test_a_share_holds_at_least_a_page(share: float, fits: bool) -> None:
     if fits:
         check_shares(config, plan(10))
         return
-    with pytest.raises(SettingError, match=r"^tenants\[1\].kv_share is 0.09, 14 of 160 KV bytes; .* needs 16$"):
+    with pytest.raises(
+        SettingError, match=r"^tenants\[1\].kv_share is 0.09, 14 of 160 KV bytes; .* needs 16$"
+    ):
         check_shares(config, plan(10))
 
 

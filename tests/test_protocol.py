@@ -264,3 +264,23 @@ def test_any_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
         code = ""
         assert decode(encode(message), MAX_BYTES) == message
     assert code in {"", "decode", "too_large", "unsupported", "invalid_param"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temprature": 1}, "temprature is not a field; known are v, id, prompt, messages, token_ids, "),
+        ({"promt": "x"}, "promt is not a field; did you mean prompt?"),
+        ({"sampling": {"temprature": 1}}, "sampling.temprature is not a field; did you mean temperature?"),
+        (
+            {"messages": [{"role": "user", "contents": "x"}]},
+            "messages[0].contents is not a field; did you mean content?",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+    ],
+)
+def test_a_field_that_is_none_is_told_with_what_was_meant(fields: dict[str, object], message: str) -> None:
+    frame = msgspec.json.encode({"type": "generate", "id": "r"} | fields)
+    with pytest.raises(ProtocolError) as caught:
+        decode(frame, 2**20)
+    assert str(caught.value).startswith(message)

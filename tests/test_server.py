@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -23,6 +24,7 @@ from mlxd.scheduler.errors import (
     ConfigError,
     ConnectionLostError,
     EngineFailedError,
+    InvalidParamError,
     MlxdError,
     ModelError,
     ProtocolError,
@@ -179,13 +181,35 @@ def test_a_wrong_token_is_an_error_of_its_own(tmp_path: Path) -> None:
         client.ping()
 
 
-def test_nobody_there_is_a_timeout_that_names_the_endpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wait_s", [0.0, 0.1])
+def test_a_socket_that_is_not_there_is_told_at_once_or_when_the_wait_is_over(
+    tmp_path: Path, wait_s: float
+) -> None:
+    endpoint, begun = f"ipc://{tmp_path}/nobody", time.monotonic()
+    with (
+        Client(endpoint, token="t", timeout_s=60, wait_s=wait_s) as client,
+        pytest.raises(ClientTimeoutError, match=f"no daemon at {endpoint}: there is no such socket"),
+    ):
+        client.ping()
+    assert wait_s <= time.monotonic() - begun < 5
+
+
+def test_a_socket_where_nobody_answers_is_a_timeout_that_names_the_endpoint(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/nobody"
+    (tmp_path / "nobody").touch()
     with (
         Client(endpoint, token="t", timeout_s=0.2) as client,
         pytest.raises(ClientTimeoutError, match=f"no answer from {endpoint} within 0.2 s"),
     ):
         client.ping()
+
+
+def test_sampling_out_of_range_is_told_without_a_daemon(tmp_path: Path) -> None:
+    with (
+        Client(f"ipc://{tmp_path}/nobody", token="t") as client,
+        pytest.raises(InvalidParamError, match=r"sampling\.top_p is 2; it must be a number above"),
+    ):
+        client.generate("hi", SamplingParams(top_p=2))
 
 
 def test_an_endpoint_that_is_none_is_named() -> None:
@@ -307,7 +331,7 @@ sys.exit(asyncio.run(Daemon(config(Path(sys.argv[1])), runner(0.005)).server.ser
 def test_sigterm_drains(tmp_path: Path) -> None:
     tests = str(Path(__file__).parent)
     with subprocess.Popen([sys.executable, "-c", SERVE, str(tmp_path)], cwd=tests) as process:
-        with Client(f"ipc://{tmp_path}/s", token=token("acme"), timeout_s=20) as client:
+        with Client(f"ipc://{tmp_path}/s", token=token("acme"), timeout_s=20, wait_s=20) as client:
             wait_until(lambda: client.ping() == "running", 20)
             stream = client.stream("hi", SamplingParams(max_tokens=100))
             chunks = [next(stream)]

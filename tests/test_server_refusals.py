@@ -40,6 +40,11 @@ def sampling(**fields: Any) -> bytes:
     return body(sampling=fields)
 
 
+def at_fault(name: str) -> dict[str, Any]:
+    """What the error has for this field of `sampling`."""
+    return {"code": "invalid_param", "field": f"sampling.{name}"}
+
+
 FRAMES: dict[str, tuple[list[bytes], dict[str, Any]]] = {
     "two frames": ([b"", body()], {"type": "error", "code": "malformed_frames"}),
     "three frames": ([b"a", b"b", b"c"], {"type": "error", "code": "malformed_frames"}),
@@ -54,22 +59,26 @@ FRAMES: dict[str, tuple[list[bytes], dict[str, Any]]] = {
     "unknown type": ([body(type="generat")], {"type": "error", "code": "unsupported", "id": "r"}),
     "unknown version": ([body(v=9)], {"type": "error", "code": "unsupported", "field": "v"}),
     "unknown field": ([body(temprature=1)], {"code": "invalid_param", "field": "temprature", "id": "r"}),
-    "text for number": ([sampling(seed="5")], {"code": "invalid_param", "field": "sampling.seed"}),
-    "bool for number": ([sampling(top_k=True)], {"code": "invalid_param", "field": "sampling.top_k"}),
-    "temperature < 0": ([sampling(temperature=-0.1)], {"code": "invalid_param", "field": "temperature"}),
-    "top_p 0": ([sampling(top_p=0)], {"code": "invalid_param", "field": "top_p"}),
-    "top_p > 1": ([sampling(top_p=1.1)], {"code": "invalid_param", "field": "top_p"}),
-    "top_k < 0": ([sampling(top_k=-1)], {"code": "invalid_param", "field": "top_k"}),
-    "max_tokens < 0": ([sampling(max_tokens=-1)], {"code": "invalid_param", "field": "max_tokens"}),
-    "max_tokens huge": ([sampling(max_tokens=2**40)], {"code": "invalid_param", "field": "max_tokens"}),
-    "seed < 0": ([sampling(seed=-1)], {"code": "invalid_param", "field": "seed"}),
+    "text for number": ([sampling(seed="5")], at_fault("seed")),
+    "bool for number": ([sampling(top_k=True)], at_fault("top_k")),
+    "temperature < 0": ([sampling(temperature=-0.1)], at_fault("temperature")),
+    "top_p 0": ([sampling(top_p=0)], at_fault("top_p")),
+    "top_p > 1": ([sampling(top_p=1.1)], at_fault("top_p")),
+    "top_k < 0": ([sampling(top_k=-1)], at_fault("top_k")),
+    "max_tokens < 0": ([sampling(max_tokens=-1)], at_fault("max_tokens")),
+    "max_tokens huge": ([sampling(max_tokens=2**40)], at_fault("max_tokens")),
+    "seed < 0": ([sampling(seed=-1)], at_fault("seed")),
     "seed > 64 bits": (
         [b'{"type":"generate","id":"r","prompt":"x","sampling":{"seed":18446744073709551616}}'],
-        {"code": "invalid_param", "field": "seed"},
+        at_fault("seed"),
     ),
-    "many stops": ([sampling(stop=["x"] * 17)], {"code": "invalid_param", "field": "stop"}),
-    "long stop": ([sampling(stop=["x" * 257])], {"code": "invalid_param", "field": "stop"}),
-    "bias outside": ([sampling(logit_bias={99999: 1})], {"code": "invalid_param", "field": "logit_bias"}),
+    "many stops": ([sampling(stop=["x"] * 17)], at_fault("stop")),
+    "long stop": ([sampling(stop=["x" * 257])], at_fault("stop[0]")),
+    "bias too high": (
+        [sampling(logit_bias={5: 101})],
+        at_fault("logit_bias[5]"),
+    ),
+    "bias outside": ([sampling(logit_bias={99999: 1})], at_fault("logit_bias")),
     "no prompt": ([body(prompt=None)], {"code": "invalid_param", "field": "prompt", "id": "r"}),
     "two prompts": ([body(token_ids=[1])], {"code": "invalid_param", "field": "prompt"}),
     "empty prompt": ([body(prompt="")], {"type": "error", "code": "invalid_prompt", "id": "r"}),
@@ -167,6 +176,13 @@ def test_strangers_get_one_same_answer(served: Daemon, kind: str, fields: dict[s
             "message": "no valid credential",
         }
         peer.hello("acme")
+
+
+def test_a_client_must_not_set_a_routing_id(served: Daemon) -> None:
+    with Peer(served.config.server.submit, routing_id=b"ops") as peer:
+        for kind, fields in (("hello", {"v": 1, "token": token("acme")}), ("ping", {})):
+            reply = peer.ask(kind, **fields)
+            assert (reply["code"], reply["message"]) == ("unsupported", "a client must not set a routing id")
 
 
 def test_each_wrong_credential_is_answered_later_than_the_one_before(served: Daemon) -> None:
