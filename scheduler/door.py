@@ -1,7 +1,6 @@
 """One ROUTER socket and the peers behind it."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
@@ -12,12 +11,16 @@ import zmq.asyncio
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import ServerConfig, TenantConfig
+from mlxd.scheduler.connections import Connections
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.protocol import encode, kind_of
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.socket_file import claim, owner_only
 
 SEND_HIGH_WATER_MARK = 64
+RECEIVE_HIGH_WATER_MARK = 8
+MAX_STRANGERS = 256
+HELLO_WITHIN_S = 5.0
 HANDSHAKE_MS = 3_000
 LINGER_MS = 2_000
 FLUSH_INTERVAL_S = 0.01
@@ -55,34 +58,37 @@ class Door:
         self._recorder = recorder
         self._on_gone = on_gone
         self._on_slow = on_slow
-        self.sessions: dict[bytes, Session] = {}
-        self._strangers: OrderedDict[bytes, Session] = OrderedDict()
+        self.clients: set[Session] = set()
         self._backlog: set[Session] = set()
         self._has_backlog = asyncio.Event()
-        self._socket = _bound_router(context, address, config)
+        self._socket = _router(context, address, config)
+        self._connections = Connections(self._socket, MAX_STRANGERS, self.lose)
+        try:
+            _bind(self._socket, address)
+        except ConfigError:
+            self._connections.close()
+            self._socket.close(linger=0)
+            raise
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[Session, list[bytes]]:
-        """The next message's peer and its frames, the routing id taken off."""
-        peer, *frames = await self._socket.recv_multipart()
-        return self._session_of(peer), frames
-
-    def _session_of(self, peer: bytes) -> Session:
-        session = self.sessions.get(peer) or self._strangers.get(peer)
-        if session is None:
-            if len(self._strangers) >= self._config.max_clients:
-                self._strangers.popitem(last=False)
-            session = self._strangers[peer] = Session(peer)
-        return session
+        """The next message's session, which may be gone, and its frames, the routing id taken off."""
+        peer, *frames = await self._socket.recv_multipart(copy=False)
+        return self._connections.sender(frames[0], peer.bytes), [frame.bytes for frame in frames]
 
     def admit(self, session: Session, tenant: TenantConfig) -> bool:
         """Make a stranger a client; False where there are `max_clients` already."""
-        if session.tenant is None and len(self.sessions) >= self._config.max_clients:
+        assert not session.gone, "what is gone never comes back"
+        if session.tenant is None and len(self.clients) >= self._config.max_clients:
             return False
-        self._strangers.pop(session.peer, None)
-        self.sessions[session.peer] = session
+        self._connections.welcome(session)
+        self.clients.add(session)
         session.tenant = tenant
         return True
+
+    def shut_strangers(self) -> None:
+        """Close connections that said no good hello within HELLO_WITHIN_S."""
+        self._connections.shut_strangers(asyncio.get_running_loop().time() - HELLO_WITHIN_S)
 
     def send(self, session: Session, message: wire.ServerMessage) -> None:
         """Send or keep; a peer that is gone or too slow is reported to the callbacks instead."""
@@ -157,40 +163,45 @@ class Door:
         return sum(session.outbox_bytes for session in self._backlog)
 
     def lose(self, session: Session) -> None:
-        """Forget a peer that left, or one that takes nothing."""
-        session.gone = True
+        """Forget a client that left, and close the connection of one that takes nothing."""
+        if session.lost:
+            return
+        session.lost = session.gone = True
+        self._connections.shut(session)
         session.outbox.clear()
         session.outbox_bytes = 0
         self._backlog.discard(session)
-        self.sessions.pop(session.peer, None)
-        self._strangers.pop(session.peer, None)
+        self.clients.discard(session)
         self._on_gone(session)
 
     def close(self) -> None:
         """What the socket took already still goes out for LINGER_MS."""
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._connections.close()
         self._socket.close(linger=LINGER_MS)
 
 
-def _bound_router(context: zmq.asyncio.Context, address: str, config: ServerConfig) -> zmq.asyncio.Socket:
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc":
-        claim(Path(rest))
+def _router(context: zmq.asyncio.Context, address: str, config: ServerConfig) -> zmq.asyncio.Socket:
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.MAXMSGSIZE, config.max_message_bytes)
     socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+    socket.set(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
     socket.set(zmq.LINGER, LINGER_MS)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.IPV6, 1)
-    if scheme == "tcp":
+    if address.startswith("tcp://"):
         socket.set(zmq.HEARTBEAT_IVL, config.heartbeat_ms)
         socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEATS_UNTIL_DEAD * config.heartbeat_ms)
+    return socket
+
+
+def _bind(socket: zmq.asyncio.Socket, address: str) -> None:
+    if address.startswith("ipc://"):
+        claim(Path(address.removeprefix("ipc://")))
     try:
         with owner_only():
             socket.bind(address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
     except zmq.ZMQError as error:
-        socket.close(linger=0)
         raise ConfigError(f"{address}: {error.strerror}") from None
-    return socket

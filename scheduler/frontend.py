@@ -14,6 +14,7 @@ from msgspec import UNSET
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import Config, TenantConfig
+from mlxd.scheduler.connections import is_own_id
 from mlxd.scheduler.credentials import Credentials
 from mlxd.scheduler.desk import Desk
 from mlxd.scheduler.door import LINGER_MS, Door
@@ -120,11 +121,13 @@ class Frontend:
                 await asyncio.sleep(0)
 
     async def _take(self, door: Door, session: Session, frames: list[bytes]) -> None:
-        if self._loop.time() < session.patience.deaf_until:
+        if session.gone or self._loop.time() < session.patience.deaf_until:
             self._count_bad("ignored")
             return
         try:
             message = await self._decode(session, frames)
+            if session.gone:
+                return
             self._recorder.message("in", kind_of(message))
             self._dispatch(door, session, message)
         except ProtocolError as error:
@@ -133,8 +136,10 @@ class Frontend:
             self._refuse_stranger(door, session, str(error))
 
     async def _decode(self, session: Session, frames: list[bytes]) -> wire.ClientMessage:
-        if frames and frames[-1]:
+        if frames[-1]:
             session.encoding = encoding_of(frames[-1])
+        if is_own_id(session.peer):
+            raise ProtocolError("unsupported", "a client must not set a routing id")
         if len(frames) != 1:
             raise ProtocolError("malformed_frames", f"a message is one frame, not {len(frames)}")
         limit = self._config.server.max_message_bytes
@@ -258,10 +263,11 @@ class Frontend:
         while True:
             await asyncio.sleep(interval)
             quiet_since = self._loop.time() - interval
-            for session in tuple(self._submit.sessions.values()):
+            for session in tuple(self._submit.clients):
                 self.desk.keep_alive(session, quiet_since)
             for door in (self._submit, self._control):
-                for session in tuple(door.sessions.values()):
+                door.shut_strangers()
+                for session in tuple(door.clients):
                     if session.sent_at <= quiet_since:
                         door.send(session, wire.KeepAlive(state="idle"))
-            self._recorder.clients(len(self._submit.sessions), self._buffered_bytes)
+            self._recorder.clients(len(self._submit.clients), self._buffered_bytes)

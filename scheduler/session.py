@@ -43,12 +43,16 @@ class Patience:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A peer, by the routing id that our socket gave it; a reconnected client is a new one.
+    """One connection, from accept to close; a reconnected client is a new one.
 
     Attributes:
+        peer: the routing id that replies go to; empty until its first message.
+        fd: libzmq's file descriptor of the connection.
+        opened_at: when it was accepted.
         tenant: None until its hello was good.
         encoding: of its latest frame; replies use it too.
-        gone: the connection is closed; nothing is sent any more.
+        gone: the connection is closed, or about to be; nothing is sent or read any more.
+        lost: the door has forgotten it.
         slow: it left `max_client_buffer_bytes` unread; until it has read all it gets terminal messages only.
         sent_at: when it last was sent anything.
         outbox: frames its connection did not take yet, oldest first.
@@ -56,10 +60,13 @@ class Session:
         pings: asked of the scheduler and not answered yet.
     """
 
-    peer: bytes
+    peer: bytes = b""
+    fd: int = -1
+    opened_at: float = 0.0
     tenant: TenantConfig | None = None
     encoding: Encoding = "msgpack"
     gone: bool = False
+    lost: bool = False
     slow: bool = False
     sent_at: float = 0.0
     outbox: deque[bytes] = field(default_factory=deque)

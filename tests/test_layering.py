@@ -48,7 +48,7 @@ MLX_OWNERS = {
     "scheduler": set(),
 }
 OWNERS = {
-    "zmq": {"scheduler.door", "scheduler.frontend", "scheduler.transport"},
+    "zmq": {"scheduler.connections", "scheduler.door", "scheduler.frontend", "scheduler.transport"},
     "yaml": {"scheduler.document"},
     "prometheus_client": {"metrics.exporter", "metrics.prometheus"},
     "time": {

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,14 +12,16 @@ import zmq.asyncio
 from wire_daemon import Peer
 
 from mlxd.metrics.recorder import NullRecorder
+from mlxd.scheduler import door as door_module
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.config import ServerConfig
+from mlxd.scheduler.config import ServerConfig, TenantConfig
 from mlxd.scheduler.door import Door
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.events import Usage
 from mlxd.scheduler.session import BAD_FRAME_BURST, DEAF_S, MAX_LOGIN_DELAY_S, Patience, Session
 
 LIMIT = 4096
+ACME = TenantConfig(name="acme", token_sha256="0" * 64)
 
 
 class Watched:
@@ -42,6 +45,11 @@ class Watched:
             on_slow=self.slow.append,
         )
 
+    async def forgotten(self, session: Session) -> None:
+        """Until libzmq has let go of its routing id, too."""
+        while not self.gone or self.door._push(session.peer, b"") is not door_module._Push.GONE:
+            await asyncio.sleep(0.001)
+
     async def arrived(self, peer: Peer) -> Session:
         peer.raw(b"hello")
         session, frames = await self.door.receive()
@@ -53,7 +61,8 @@ def with_door(folder: Path, scenario: Callable[[Watched], Awaitable[None]]) -> N
     async def run() -> None:
         with zmq.asyncio.Context() as context:
             watched = Watched(folder, context)
-            await scenario(watched)
+            async with asyncio.timeout(5.0):
+                await scenario(watched)
             watched.door.close()
 
     asyncio.run(run())
@@ -147,15 +156,120 @@ def test_a_peer_that_left_is_reported_once(tmp_path: Path) -> None:
     with_door(tmp_path, scenario)
 
 
-def test_strangers_are_remembered_up_to_the_limit(tmp_path: Path) -> None:
+def connected(path: Path) -> socket.socket:
+    silent = socket.socket(socket.AF_UNIX)
+    silent.settimeout(5.0)
+    silent.connect(str(path))
+    return silent
+
+
+def is_shut(silent: socket.socket) -> bool:
+    """Whether the other side ends the connection; its greeting is skipped."""
+    try:
+        while silent.recv(64):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_the_oldest_stranger_goes_when_there_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "MAX_STRANGERS", 2)
+
     async def scenario(watched: Watched) -> None:
-        with Peer(watched.address) as first:
-            session = await watched.arrived(first)
-            assert await watched.arrived(first) is session
-            for _ in range(4):
-                with Peer(watched.address) as other:
-                    await watched.arrived(other)
-            assert await watched.arrived(first) is not session
+        with Peer(watched.address) as client, connected(tmp_path / "door") as silent:
+            session = await watched.arrived(client)
+            assert watched.door.admit(session, ACME)
+            with connected(tmp_path / "door") as second, connected(tmp_path / "door") as third:
+                assert await asyncio.to_thread(is_shut, silent)
+                for kept in (second, third):
+                    kept.settimeout(0.1)
+                    assert not is_shut(kept)
+            assert await watched.arrived(client) is session
+
+    with_door(tmp_path, scenario)
+
+
+def test_a_stranger_that_says_no_hello_is_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "HELLO_WITHIN_S", 0.0)
+
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address) as client, Peer(watched.address) as stranger:
+            kept = await watched.arrived(client)
+            assert watched.door.admit(kept, ACME)
+            session = await watched.arrived(stranger)
+            await asyncio.sleep(0.001)
+            watched.door.shut_strangers()
+            while watched.gone != [session]:
+                await asyncio.sleep(0.001)
+            assert not kept.gone
+
+    with_door(tmp_path, scenario)
+
+
+def test_a_routing_id_taken_over_is_not_the_session_of_the_one_who_left(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address, routing_id=b"ops") as peer:
+            session = await watched.arrived(peer)
+            assert watched.door.admit(session, ACME)
+        await watched.forgotten(session)
+        with Peer(watched.address, routing_id=b"ops") as heir:
+            heirs = await watched.arrived(heir)
+        assert heirs is not session
+        assert heirs.tenant is None
+        assert (session.gone, watched.gone) == (True, [session])
+        assert not watched.door.clients
+
+    with_door(tmp_path, scenario)
+
+
+def raw_dealer(path: Path, identity: bytes) -> socket.socket:
+    """A ZMTP 3 connection that claims any identity; libzmq's sockets can claim none that begins with 0."""
+    raw = connected(path)
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    ready += b"\x08Identity" + struct.pack(">I", len(identity)) + identity
+    greeting = [b"\xff" + bytes(8) + b"\x7f", b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)]
+    for part, answer_bytes in zip(
+        [*greeting, b"\x04" + bytes([len(ready)]) + ready], (10, 54, 40), strict=True
+    ):
+        raw.sendall(part)
+        while answer_bytes > 0:
+            answer_bytes -= len(raw.recv(answer_bytes))
+    return raw
+
+
+def test_a_forged_automatic_id_is_a_stranger_too(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address) as peer:
+            session = await watched.arrived(peer)
+            assert watched.door.admit(session, ACME)
+        await watched.forgotten(session)
+        with raw_dealer(tmp_path / "door", session.peer) as forger:
+            forger.sendall(b"\x00\x02hi")
+            forged, frames = await watched.door.receive()
+        assert (forged.peer, frames) == (session.peer, [b"hi"])
+        assert forged is not session
+        assert forged.tenant is None
+
+    with_door(tmp_path, scenario)
+
+
+def test_frames_of_a_connection_that_is_closed_have_a_session_that_is_gone(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address) as peer:
+            session = await watched.arrived(peer)
+            peer.raw(b"last")
+            await asyncio.sleep(0.05)
+        while not watched.gone:
+            await asyncio.sleep(0.001)
+        late, frames = await watched.door.receive()
+        assert frames == [b"last"]
+        assert late is not session
+        assert late.gone
 
     with_door(tmp_path, scenario)
 

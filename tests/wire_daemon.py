@@ -68,8 +68,10 @@ def config(folder: Path, tenant: Mapping[str, Any] | None = None, **server: Any)
 class Peer:
     """A raw DEALER socket; messages are plain maps."""
 
-    def __init__(self, endpoint: str, *, rcvhwm: int = 1000) -> None:
+    def __init__(self, endpoint: str, *, rcvhwm: int = 1000, routing_id: bytes = b"") -> None:
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        if routing_id:
+            self._socket.set(zmq.ROUTING_ID, routing_id)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RCVHWM, rcvhwm)
         self._socket.connect(endpoint)

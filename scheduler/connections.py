@@ -1,0 +1,116 @@
+"""Who is connected to a ROUTER socket, from accept to close, as libzmq's monitor tells it."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+import zmq.asyncio
+
+from mlxd.scheduler.session import Session
+
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_EVENT = struct.Struct("=HI")
+_AUTO_ID_BYTES = 5
+
+
+def is_own_id(peer: bytes) -> bool:
+    """Whether the peer set its routing id itself; those of libzmq are a NUL and a count."""
+    return len(peer) != _AUTO_ID_BYTES or peer[0] != 0
+
+
+class Connections:
+    """One session a connection. A routing id says nothing: the next connection may claim it.
+
+    `on_closed` is called for each session whose connection is closed, on the loop's thread, which owns this.
+    """
+
+    def __init__(
+        self, router: zmq.asyncio.Socket, max_strangers: int, on_closed: Callable[[Session], None]
+    ) -> None:
+        """To be made before `router` is bound, inside the running loop."""
+        self._max_strangers = max_strangers
+        self._on_closed = on_closed
+        self._sessions: dict[int, Session] = {}
+        self._strangers: dict[int, Session] = {}
+        self._router = router
+        self._monitor: zmq.Socket[bytes] = zmq.Context.shadow(router.context.underlying).socket(zmq.PAIR)
+        # libzmq's I/O thread must never wait for us.
+        self._monitor.set(zmq.RCVHWM, 0)
+        address = f"inproc://monitor-{id(self)}"
+        router.monitor(address, _EVENTS)
+        self._monitor.connect(address)
+        self._loop = asyncio.get_running_loop()
+        self._monitor_fd = int(self._monitor.get(zmq.FD))
+        self._loop.add_reader(self._monitor_fd, self.update)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def sender(self, frame: zmq.Frame, peer: bytes) -> Session:
+        """Whose connection this frame came on; a session that is gone where it is closed by now."""
+        self.update()
+        session = self._sessions.get(int(frame.get(zmq.SRCFD)))
+        if session is None:
+            return Session(peer=peer, gone=True)
+        if not session.peer:
+            session.peer = peer
+        elif session.peer != peer:
+            # The connection before it had this file descriptor, and one frame of it was still unread.
+            self.shut(session)
+            return Session(peer=peer, gone=True)
+        return session
+
+    def welcome(self, session: Session) -> None:
+        """It is no stranger any more."""
+        self._strangers.pop(session.fd, None)
+
+    def shut(self, session: Session) -> None:
+        """Close its connection, which libzmq has no call for; it sees the end of a stream."""
+        if self._sessions.get(session.fd) is not session:
+            return
+        self._strangers.pop(session.fd, None)
+        session.gone = True
+        with suppress(OSError):
+            connection = socket.socket(fileno=session.fd)
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()
+
+    def shut_strangers(self, opened_before: float) -> None:
+        """Close the connections that said no good hello since then."""
+        for session in tuple(self._strangers.values()):
+            if session.opened_at >= opened_before:
+                return
+            self.shut(session)
+
+    def update(self) -> None:
+        """Take all that the monitor told so far."""
+        with suppress(zmq.Again):
+            while True:
+                event, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
+                kind, fd = _EVENT.unpack(event)
+                self._closed(fd)
+                if kind == zmq.EVENT_ACCEPTED:
+                    self._accepted(fd)
+
+    def _accepted(self, fd: int) -> None:
+        session = Session(fd=fd, opened_at=self._loop.time())
+        self._sessions[fd] = self._strangers[fd] = session
+        if len(self._strangers) > self._max_strangers:
+            self.shut(next(iter(self._strangers.values())))
+
+    def _closed(self, fd: int) -> None:
+        session = self._sessions.pop(fd, None)
+        if session is not None:
+            self._strangers.pop(fd, None)
+            self._on_closed(session)
+
+    def close(self) -> None:
+        """To be called before the router is closed."""
+        self._loop.remove_reader(self._monitor_fd)
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
