@@ -174,7 +174,10 @@ def _self_test(
             return right
     failure = f"the self-test failed, even for one row alone: {'; '.join(faults)}"
     if quantization is not None:
-        raise SettingError(("cache", "quantization"), f"does not go with this model: {failure}")
+        raise SettingError(
+            ("cache", "quantization"),
+            f"does not go with this model, whose attention does not read it: {failure}",
+        )
     raise ModelError(f"{loaded.path}: {failure}")
 
 

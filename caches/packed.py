@@ -1,5 +1,6 @@
 """Numbers packed by affine quantisation, and attention that multiplies with them as they are."""
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -24,6 +25,15 @@ class Packed:
     @property
     def planes(self) -> tuple[mx.array, mx.array, mx.array]:
         return self.codes, self.scales, self.biases
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers, not of their codes."""
+        return (*self.codes.shape[:-1], self.scales.shape[-1] * self.quantization.group_size)
+
+    def unreadable(self) -> mx.array:
+        """NaN in the shape and dtype of the numbers: for whoever should not read them; costs no memory."""
+        return mx.broadcast_to(mx.array(math.nan, self.scales.dtype), self.shape)
 
     def dense(self) -> mx.array:
         """A dense copy, in the scales' dtype."""

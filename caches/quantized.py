@@ -49,8 +49,8 @@ def _keys_and_values(planes: Sequence[mx.array], quantization: Quantization) -> 
 class QuantizedStandIn:
     """A packed layer inside a decode step: packs one position a row and reads the pages where they lie.
 
-    The model gets codes from `update_and_fetch`; they mean nothing but to the attention seam, which takes the
-    planes from here.
+    The model gets NaN from `update_and_fetch`, in the shape of the pools: only the attention seam may read,
+    and it takes the planes from here. Attention outside the seam shows in the self-test.
     """
 
     def __init__(self, planes: Sequence[mx.array], view: PagedView, quantization: Quantization) -> None:
@@ -60,7 +60,7 @@ class QuantizedStandIn:
         self.offset = view.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes [B, n_kv_heads, 1, head_dim] of the new position; returns the pools of codes."""
+        """Takes [B, n_kv_heads, 1, head_dim] of the new position."""
         rows = self.view.write_rows(keys.shape[1])
         new = _planes_of(keys, values, self._quantization)
         self._planes = [write_position(pool, n, rows) for pool, n in zip(self._planes, new, strict=True)]
@@ -68,7 +68,8 @@ class QuantizedStandIn:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For layers that attend to this one's keys and values; after its own update."""
-        return self._planes[0], self._planes[3]
+        keys, values = self.pools
+        return keys.unreadable(), values.unreadable()
 
     def make_mask(self, num_tokens: int, window_size: int | None = None, return_array: bool = False) -> None:
         return None
@@ -93,7 +94,7 @@ class QuantizedPrefill:
         self.offset = view.start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes [n, n_kv_heads, L, head_dim]; returns the codes of all positions attended to."""
+        """Takes [n, n_kv_heads, L, head_dim]; returns NaN in the shape of all positions attended to."""
         rows, view = self._rows, self._view
         new = _planes_of(keys, values, rows.shape.quantization)
         rows.planes = [view.write(pool, n) for pool, n in zip(rows.planes, new, strict=True)]
@@ -102,13 +103,18 @@ class QuantizedPrefill:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For layers that attend to this one's keys and values; after its own update."""
-        return self._fetched[0], self._fetched[3]
+        keys, values = self._attended
+        return keys.unreadable(), values.unreadable()
+
+    @property
+    def _attended(self) -> tuple[Packed, Packed]:
+        return _keys_and_values(self._fetched, self._rows.shape.quantization)
 
     def attend(
         self, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None
     ) -> mx.array:
         """Attention of the chunk; see `mlxd.caches.packed.attend`."""
-        keys, values = _keys_and_values(self._fetched, self._rows.shape.quantization)
+        keys, values = self._attended
         return attend(queries, keys, values, scale, mask, sinks)
 
     def finish(self) -> None:

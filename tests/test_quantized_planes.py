@@ -146,6 +146,14 @@ def test_a_donor_attends_without_its_layer(quantization: Quantization) -> None:
             np.testing.assert_allclose(np.array(found[one]), np.array(expected), atol=1e-5)
 
 
+def test_models_see_shape_and_dtype_but_no_number() -> None:
+    """Some cast what attention gave to the dtype of the values, or look at the keys' length."""
+    numbers = mx.random.normal((2, 3, 5, 64)).astype(mx.bfloat16)
+    seen = pack(numbers, FOUR_BITS).unreadable()
+    assert (seen.shape, seen.dtype) == (numbers.shape, numbers.dtype)
+    assert mx.isnan(seen).all()
+
+
 @pytest.mark.parametrize("shape", [(1, 6), (3, 6), (1, 1, 1, 6), (2, 1, 3, 6), (2, 4, 3, 6)], ids=str)
 @pytest.mark.parametrize("additive", [False, True])
 def test_masks_of_every_shape_bar_the_same_columns(shape: tuple[int, ...], additive: bool) -> None:
