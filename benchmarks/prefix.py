@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -97,8 +97,8 @@ class Served:
         self._engine.stop()
 
 
-def shared(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Warm and cold trials by turns."""
+def shared(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Warm and cold trials by turns; a line a side, and the ratio."""
     rng = random.Random(0)
     served = Served(options.model, 8, prefix=True)
     words = served.info.vocab_size
@@ -113,20 +113,17 @@ def shared(options: argparse.Namespace) -> list[dict[str, object]]:
         sides["cold"] += served.ask([some(options.shared) + some(options.own)], options.output)
         sides["warm"] += served.ask([common + some(options.own)], options.output)
     served.close()
-    lines: list[dict[str, object]] = [
-        {"side": side, "shared": options.shared, "own": options.own, **_sum_up(answers)}
-        for side, answers in sides.items()
-    ]
+    for side, answers in sides.items():
+        yield {"side": side, "shared": options.shared, "own": options.own, **_sum_up(answers)}
     ratios = [
         cold.first_token_s / warm.first_token_s
         for cold, warm in zip(sides["cold"], sides["warm"], strict=True)
     ]
-    return [*lines, {"cold_over_warm": round(statistics.median(ratios), 2)}]
+    yield {"cold_over_warm": round(statistics.median(ratios), 2)}
 
 
-def chat(options: argparse.Namespace) -> list[dict[str, object]]:
-    """The same chats on an engine that keeps prefixes, then on one that does not."""
-    lines = []
+def chat(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """The same chats on an engine that keeps prefixes, then on one that does not; a line a turn."""
     for prefix in (True, False):
         rng = random.Random(0)
         served = Served(options.model, options.users, prefix=prefix)
@@ -136,9 +133,8 @@ def chat(options: argparse.Namespace) -> list[dict[str, object]]:
             asked = [said + tuple(rng.randrange(words) for _ in range(options.own)) for said in chats]
             answers = served.ask(asked, options.output)
             chats = [answer.prompt + tuple(answer.tokens) for answer in answers]
-            lines.append({"prefix": prefix, "users": options.users, "turn": turn + 1, **_sum_up(answers)})
+            yield {"prefix": prefix, "users": options.users, "turn": turn + 1, **_sum_up(answers)}
         served.close()
-    return lines
 
 
 def _sum_up(answers: Sequence[Answer]) -> dict[str, object]:
