@@ -228,7 +228,7 @@ def _generate(
     *,
     stream: bool,
 ) -> wire.Generate:
-    """Raises InvalidParamError for a turn that is not a role and a content, or a sampling value out of range."""
+    """Raises InvalidParamError for a turn that is no role and content, or a sampling value out of range."""
     sampling = sampling or SamplingParams()
     sampling.check()
     turns: tuple[wire.ChatMessage, ...] | msgspec.UnsetType = UNSET

@@ -3,19 +3,17 @@
 import os
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from mlxd.batching.errors import InvalidParamError, InvalidPromptError, MlxdError
-from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import client_verbs, daemon_verbs, tokens
+from mlxd.scheduler import options as opt
 from mlxd.scheduler.client_verbs import Access
 from mlxd.scheduler.errors import ConfigError
 
-DEFAULT_ENDPOINT = "ipc:///tmp/mlxd.sock"
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 app = typer.Typer(
@@ -25,21 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False)]
-Endpoint = Annotated[str, typer.Option(envvar="MLXD_ENDPOINT", help="The daemon's submit address.")]
-Token = Annotated[
-    str | None, typer.Option(envvar="MLXD_TOKEN", help="The tenant's token.", show_default=False)
-]
-TenantKey = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Read the token from this file.", show_default=False)
-]
-TimeoutS = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait for a sign of life.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.", show_default=False)]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.", show_default=False)]
 
 
 @app.callback(invoke_without_command=True)
@@ -55,11 +38,10 @@ def root(
 
 
 @app.command()
-def serve(
-    config: ConfigPath,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-) -> None:
+def serve(config: opt.ConfigPath, log_level: opt.LogLevel = "info") -> None:
     """Run the daemon until it is drained or stopped.
+
+    Ctrl-C or SIGTERM drains: open requests finish, new ones are turned away. A second one ends them.
 
     Example: mlxd serve deploy/mlxd.yaml
     """
@@ -67,8 +49,10 @@ def serve(
 
 
 @app.command()
-def check(config: ConfigPath) -> None:
+def check(config: opt.ConfigPath) -> None:
     """Validate CONFIG and print the memory plan; starts nothing.
+
+    A built-in or hub model that is not on this machine yet is downloaded.
 
     Example: mlxd check deploy/mlxd.yaml
     """
@@ -76,7 +60,7 @@ def check(config: ConfigPath) -> None:
 
 
 @app.command()
-def pull(model: Annotated[str, typer.Argument(help="A built-in or hub name.", show_default=False)]) -> None:
+def pull(model: opt.ModelName) -> None:
     """Fetch a model into the cache and print its folder.
 
     Example: mlxd pull smollm2-135m-instruct
@@ -85,83 +69,120 @@ def pull(model: Annotated[str, typer.Argument(help="A built-in or hub name.", sh
 
 
 @app.command()
-def token(name: Annotated[str, typer.Argument(help="The tenant's name.", show_default=False)]) -> None:
-    """Make a tenant's token and print it with the YAML lines to paste.
+def token(name: opt.TenantName, out: opt.TokenFile = None) -> None:
+    """Make a tenant's token and print its lines for the YAML file.
 
-    Example: mlxd token acme
+    They go under `tenants:`. The token itself goes to FILE, readable by you alone, or to standard error.
+
+    Example: mlxd token acme --out acme.token
     """
-    print(tokens.describe_new_token(name))
+    made = tokens.make_token(name)
+    if out is None:
+        print(f"the token of {name}, kept nowhere: {made.token}", file=sys.stderr)
+    else:
+        tokens.write_token(out, made.token)
+    print(made.yaml)
 
 
 @app.command()
 def generate(
-    prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT...", help="- reads standard input.", show_default=False)
-    ],
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    token: Token = None,
-    tenant_key: TenantKey = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
-    timeout_s: TimeoutS = 30.0,
+    prompts: opt.Prompts,
+    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
+    token: opt.Token = None,
+    tenant_key: opt.TenantKey = None,
+    chat: opt.Chat = False,
+    system: opt.System = None,
+    max_tokens: opt.MaxTokens = 256,
+    temperature: opt.Temperature = 1.0,
+    top_p: opt.TopP = 1.0,
+    top_k: opt.TopK = 0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    logprobs: opt.Logprobs = None,
+    as_json: opt.AsJson = False,
+    timeout_s: opt.TimeoutS = 30.0,
+    wait_s: opt.WaitS = 0.0,
 ) -> None:
     """Complete each PROMPT; several run at once.
 
-    Example: mlxd generate --max-tokens 32 "The capital of France is"
+    Example: mlxd generate --temperature 0 "The capital of France is"
     """
-    access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s)
-    sampling = _sampling(max_tokens, temperature, top_p, seed, stop)
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs shows in JSON alone; add --json")
+    access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s, wait_s)
+    sampling = opt.sampling_of(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=stop,
+        top_logprobs=logprobs,
+    )
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-    if not client_verbs.generate(access, texts, sampling, as_json=as_json):
+    inputs = [client_verbs.Input(text, chat=chat, system=system) for text in texts]
+    if not client_verbs.generate(access, inputs, sampling, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
 def chat(
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    token: Token = None,
-    tenant_key: TenantKey = None,
-    system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-    seed: Seed = None,
-    stop: Stop = None,
-    timeout_s: TimeoutS = 30.0,
+    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
+    token: opt.Token = None,
+    tenant_key: opt.TenantKey = None,
+    system: opt.System = None,
+    max_tokens: opt.MaxTokens = 512,
+    temperature: opt.Temperature = 0.7,
+    top_p: opt.TopP = 0.95,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    timeout_s: opt.TimeoutS = 30.0,
+    wait_s: opt.WaitS = 0.0,
 ) -> None:
     """Talk with the model, line by line; an empty line or Ctrl-D ends.
 
+    Ctrl-C ends an answer and keeps the conversation.
+
     Example: mlxd chat --system "Answer in one sentence."
     """
-    access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s)
-    client_verbs.chat(access, system, _sampling(max_tokens, temperature, top_p, seed, stop))
+    access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s, wait_s)
+    sampling = opt.sampling_of(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
+    )
+    client_verbs.chat(access, system, sampling)
 
 
 @app.command()
 def status(
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    token: Token = None,
-    tenant_key: TenantKey = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh once a second until Ctrl-C.")] = False,
-    timeout_s: TimeoutS = 5.0,
+    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
+    token: opt.Token = None,
+    tenant_key: opt.TenantKey = None,
+    watch: opt.Watch = False,
+    timeout_s: opt.TimeoutS = 5.0,
+    wait_s: opt.WaitS = 0.0,
 ) -> None:
     """Show the daemon's state: tenants, rows, pages, compiled graphs.
 
     Example: mlxd status --watch
     """
-    client_verbs.status(Access(endpoint, tokens.read_token(token, tenant_key), timeout_s), watch=watch)
+    access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s, wait_s)
+    client_verbs.status(access, watch=watch)
 
 
 @app.command()
 def drain(
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    token: Token = None,
-    tenant_key: TenantKey = None,
-    timeout_s: TimeoutS = 5.0,
+    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
+    token: opt.Token = None,
+    tenant_key: opt.TenantKey = None,
+    timeout_s: opt.TimeoutS = 5.0,
 ) -> None:
     """Finish what is open, then end the daemon; for operators.
 
@@ -198,11 +219,3 @@ def run(arguments: list[str]) -> int:
 def _fail(message: str, code: int) -> int:
     print(f"mlxd: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _sampling(
-    max_tokens: int, temperature: float, top_p: float, seed: int | None, stop: list[str] | None
-) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
-    )

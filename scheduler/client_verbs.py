@@ -1,76 +1,100 @@
 """What the verbs do that talk to a running daemon."""
 
 import asyncio
+import importlib
 import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
+from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
-from mlxd.scheduler.errors import MlxdError
+from mlxd.scheduler.errors import MlxdError, RejectedError
 from mlxd.scheduler.results import Completion
-from mlxd.scheduler.tables import status_tables
+from mlxd.scheduler.tables import show, status_tables
 
 _REFRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach the daemon, and as whom. `timeout_s`: longest silence to bear."""
+    """How to reach the daemon, and as whom.
+
+    Attributes:
+        timeout_s: longest silence to bear.
+        wait_s: how long to wait for a daemon that is not there yet.
+    """
 
     endpoint: str
     token: str
     timeout_s: float
+    wait_s: float = 0.0
 
     def client(self) -> Client:
-        return Client(self.endpoint, token=self.token, timeout_s=self.timeout_s)
+        return Client(self.endpoint, token=self.token, timeout_s=self.timeout_s, wait_s=self.wait_s)
 
     def async_client(self) -> AsyncClient:
-        return AsyncClient(self.endpoint, token=self.token, timeout_s=self.timeout_s)
+        return AsyncClient(self.endpoint, token=self.token, timeout_s=self.timeout_s, wait_s=self.wait_s)
 
 
-def generate(access: Access, prompts: Sequence[str], sampling: SamplingParams, *, as_json: bool) -> bool:
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A prompt of the command line. `chat`: it is a user's message; a `system` message makes it one, too."""
+
+    text: str
+    chat: bool = False
+    system: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As the clients' `generate` and `stream` take it."""
+        if not self.chat and self.system is None:
+            return {"prompt": self.text}
+        return {"messages": [*_system(self.system), {"role": "user", "content": self.text}]}
+
+
+def generate(access: Access, inputs: Sequence[Input], sampling: SamplingParams, *, as_json: bool) -> bool:
     """Complete all prompts at once and print them in their order; one alone is printed as it comes.
 
     Returns whether all went well. Raises what the first prompt met where none did and text was asked for.
     """
-    if len(prompts) == 1 and not as_json:
-        asyncio.run(_stream(access, prompts[0], sampling))
+    if len(inputs) == 1 and not as_json:
+        asyncio.run(_stream(access, inputs[0], sampling))
         return True
-    return asyncio.run(_complete(access, prompts, sampling, as_json=as_json))
+    return asyncio.run(_complete(access, inputs, sampling, as_json=as_json))
 
 
 def chat(access: Access, system: str | None, sampling: SamplingParams) -> None:
     """Read lines until an empty one or the end, and answer each with the talk so far in mind."""
-    messages = [{"role": "system", "content": system}] if system else []
+    with suppress(ImportError):
+        importlib.import_module("readline")  # gives `input` editing and a history, where there is one
+    messages = _system(system)
     with access.client() as client:
         while line := _ask():
             messages.append({"role": "user", "content": line})
-            answer = ""
-            for chunk in client.stream(messages=messages, sampling=sampling):
-                print(chunk.text, end="", flush=True)
-                answer += chunk.text
-            print()
+            answer = _say(client, messages, sampling)
             messages.append({"role": "assistant", "content": answer})
 
 
 def status(access: Access, *, watch: bool) -> None:
     """Print the daemon's state once, or keep it on the screen until Ctrl-C."""
-    console = Console()
     with access.client() as client:
         if not watch:
-            console.print(status_tables(client.status()))
+            show(status_tables(client.status()))
             return
-        with Live(console=console, auto_refresh=False) as live:
+        before = None
+        with Live(console=Console(), auto_refresh=False) as live:
             while True:
-                live.update(status_tables(client.status()), refresh=True)
+                now = client.status()
+                live.update(status_tables(now, before, details=False), refresh=True)
+                before = now
                 time.sleep(_REFRESH_S)
 
 
@@ -80,53 +104,108 @@ def drain(access: Access) -> None:
     print("draining: open requests finish, new ones are turned away")
 
 
-async def _stream(access: Access, prompt: str, sampling: SamplingParams) -> None:
-    async with access.async_client() as client, aclosing(client.stream(prompt, sampling)) as chunks:
-        async for chunk in chunks:
-            print(chunk.text, end="", flush=True)
+@contextmanager
+def _line() -> Iterator[Callable[[str], None]]:
+    """Prints a line piece by piece; it also ends where an error cuts it off."""
+    has_begun = False
+
+    def put(text: str) -> None:
+        nonlocal has_begun
+        has_begun = has_begun or bool(text)
+        print(text, end="", flush=True)
+
+    try:
+        yield put
+    except BaseException:
+        if has_begun:
+            print(flush=True)
+        raise
     print()
 
 
+async def _stream(access: Access, asked: Input, sampling: SamplingParams) -> None:
+    with _line() as put:
+        async with (
+            access.async_client() as client,
+            aclosing(client.stream(**asked.arguments(), sampling=sampling)) as chunks,
+        ):
+            async for chunk in chunks:
+                put(chunk.text)
+
+
+def _say(client: Client, messages: Sequence[dict[str, str]], sampling: SamplingParams) -> str:
+    """Print the answer as it comes, until its end or a Ctrl-C. Returns what there is of it."""
+    answer = ""
+    try:
+        with _line() as put, closing(client.stream(messages=messages, sampling=sampling)) as chunks:
+            for chunk in chunks:
+                put(chunk.text)
+                answer += chunk.text
+    except KeyboardInterrupt:
+        print("[stopped]")
+    return answer
+
+
 async def _complete(
-    access: Access, prompts: Sequence[str], sampling: SamplingParams, *, as_json: bool
+    access: Access, inputs: Sequence[Input], sampling: SamplingParams, *, as_json: bool
 ) -> bool:
-    failures: list[MlxdError] = []
+    failures = 0
     async with access.async_client() as client:
-        tasks = [asyncio.create_task(_answer(client, prompt, sampling)) for prompt in prompts]
-        for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True), start=1):
+        tasks = [asyncio.create_task(_answer(client, asked, sampling)) for asked in inputs]
+        for index, (asked, task) in enumerate(zip(inputs, tasks, strict=True)):
             answer = await task
             if isinstance(answer, MlxdError):
-                failures.append(answer)
-                print(f"mlxd: prompt {number}: {answer}", file=sys.stderr)
+                failures += 1
+                print(f"mlxd: prompt {index + 1}: {answer}", file=sys.stderr)
             if as_json:
-                print(_as_json(answer), flush=True)
+                print(_as_json(index, asked, answer), flush=True)
             elif isinstance(answer, Completion):
-                print(f"[{number}] {prompt}\n{answer.text}\n", flush=True)
+                print(f"[{index + 1}] {asked.text}\n{answer.text}\n", flush=True)
     return not failures
 
 
-async def _answer(client: AsyncClient, prompt: str, sampling: SamplingParams) -> Completion | MlxdError:
+async def _answer(client: AsyncClient, asked: Input, sampling: SamplingParams) -> Completion | MlxdError:
     try:
-        return await client.generate(prompt, sampling)
+        return await client.generate(**asked.arguments(), sampling=sampling)
     except MlxdError as error:
         return error
 
 
-def _as_json(answer: Completion | MlxdError) -> str:
+def _as_json(index: int, asked: Input, answer: Completion | MlxdError) -> str:
+    fields: dict[str, Any] = {"index": index, "prompt": asked.text}
     if isinstance(answer, MlxdError):
-        return json.dumps({"error": {"code": answer.code, "message": str(answer)}})
-    fields = {
-        "text": answer.text,
-        "token_ids": list(answer.token_ids),
-        "finish_reason": answer.finish_reason,
-        "usage": asdict(answer.usage),
-    }
+        reason = {"reason": answer.reason} if isinstance(answer, RejectedError) else {}
+        fields["error"] = {"code": answer.code, **reason, "message": str(answer)}
+    else:
+        fields |= {
+            "text": answer.text,
+            "token_ids": list(answer.token_ids),
+            "finish_reason": answer.finish_reason,
+            "usage": asdict(answer.usage),
+        }
+        if answer.logprobs:
+            fields["logprobs"] = [_logprobs_as_json(each) for each in answer.logprobs]
     return json.dumps(fields, ensure_ascii=False)
+
+
+def _logprobs_as_json(logprobs: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token_id": token, "logprob": value} for token, value in logprobs.top]
+    return {"logprob": logprobs.logprob, "top": top}
+
+
+def _system(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 def _ask() -> str:
     """The user's next line; empty at the end of input. The prompt shows on a terminal only."""
+    is_terminal = sys.stdin.isatty()
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return input("> " if is_terminal else "").strip()
     except EOFError:
+        if is_terminal:
+            print()
         return ""
+    except KeyboardInterrupt:
+        print()
+        raise

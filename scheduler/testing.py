@@ -77,7 +77,7 @@ class FakeTransport:
             case wire.Cancel():
                 self._cancel(message.id)
             case wire.Status():
-                self._arrivals.put_nowait(_status(message.id))
+                self._arrivals.put_nowait(fake_status(message.id))
             case wire.Ping():
                 self._arrivals.put_nowait(wire.Pong(id=message.id, state="running"))
             case wire.Drain():
@@ -172,7 +172,8 @@ def fake_async_client(replies: Iterable[Reply]) -> AsyncClient:
     return FakeDaemon(replies).async_client()
 
 
-def _status(reply_id: str) -> wire.StatusReply:
+def fake_status(reply_id: str = "") -> wire.StatusReply:
+    """That of an idle daemon without tenants."""
     return wire.StatusReply(
         id=reply_id,
         state="running",

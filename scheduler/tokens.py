@@ -1,7 +1,9 @@
 """A tenant's token: made here once, kept by the tenant, known to the daemon by its hash alone."""
 
 import hashlib
+import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -18,8 +20,16 @@ def token_hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def describe_new_token(name: str) -> str:
-    """A fresh token of 256 random bits and the lines that make tenant `name` known.
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A tenant's secret, and the lines under `tenants:` that make the tenant known."""
+
+    token: str
+    yaml: str
+
+
+def make_token(name: str) -> NewToken:
+    """A fresh token of 256 random bits for tenant `name`.
 
     Raises:
         ConfigError: `name` is no tenant name.
@@ -31,12 +41,20 @@ def describe_new_token(name: str) -> str:
             f"the tenant's name is {name!r}; it must be {describe(msgspec.inspect.type_info(Name))}"
         ) from None
     token = secrets.token_urlsafe(32)
-    return (
-        f"token: {token}\n\n"
-        f"Give it to {name}; it is kept nowhere. Paste this under `tenants:`\n\n"
-        f'  - name: "{name}"\n'
-        f'    token_sha256: "{token_hash(token)}"'
-    )
+    return NewToken(token, f'  - name: "{name}"\n    token_sha256: "{token_hash(token)}"')
+
+
+def write_token(path: Path, token: str) -> None:
+    """Make a file that its owner alone may read, for `--tenant-key`.
+
+    Raises:
+        ConfigError: there is such a file, or it cannot be made.
+    """
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(f"{token}\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be made: {error.strerror}") from None
 
 
 def read_token(token: str | None, path: Path | None) -> str:

@@ -21,7 +21,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
     UnauthenticatedError,
 )
-from mlxd.scheduler.tokens import MAX_FILE_BYTES, read_token, token_hash
+from mlxd.scheduler.tokens import MAX_FILE_BYTES, make_token, read_token, token_hash
 
 VERBS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 Run = pytest.CaptureFixture[str]
@@ -70,11 +70,17 @@ def test_every_verb_has_an_example_that_parses(verb: str, capsys: Run) -> None:
     ("arguments", "message"),
     [
         (["bogus"], "No such command 'bogus'"),
-        (["generate"], "Missing argument 'PROMPT...'"),
+        (["generate"], "Missing argument 'PROMPT'"),
         (["generate", "--temprature", "1", "x"], "No such option: --temprature"),
         (["generate", "--max-tokens", "x", "y"], "Invalid value for '--max-tokens'"),
         (["generate", "--timeout", "0", "--token", "t", "y"], "Invalid value for '--timeout'"),
         (["generate", "x"], "no token: give --token, --tenant-key FILE or MLXD_TOKEN"),
+        (
+            ["generate", "--token", "t", "--temperature", "-1", "x"],
+            "sampling.temperature is -1.0; it must be",
+        ),
+        (["generate", "--token", "t", "--stop", "", "x"], "sampling.stop[0] is empty; it must have 1 to 256"),
+        (["generate", "--token", "t", "--logprobs", "3", "x"], "--logprobs shows in JSON alone; add --json"),
         (["serve"], "Missing argument 'CONFIG'"),
         (["serve", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
         (["check", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
@@ -143,20 +149,28 @@ def test_mlx_is_not_imported_before_a_verb_runs() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_a_new_token_fits_the_configuration(capsys: Run) -> None:
+def test_a_new_token_fits_the_configuration_and_the_two_are_apart(capsys: Run) -> None:
     assert cli.run(["token", "acme"]) == 0
-    out = capsys.readouterr().out
-    token = re.search(r"^token: (\S{43})$", out, re.MULTILINE)
+    captured = capsys.readouterr()
+    token = re.fullmatch(r"the token of acme, kept nowhere: (\S{43})\n", captured.err)
     assert token is not None
-    lines = out.split("`tenants:`\n\n")[1]
-    (tenant,) = Config.parse(f"version: 1\ntenants:\n{lines}").tenants
+    (tenant,) = Config.parse(f"version: 1\ntenants:\n{captured.out}").tenants
     assert (tenant.name, tenant.token_sha256) == ("acme", token_hash(token[1]))
 
 
-def test_two_tokens_differ(capsys: Run) -> None:
-    assert cli.run(["token", "acme"]) == cli.run(["token", "acme"]) == 0
-    first, second = re.findall(r"^token: (\S+)$", capsys.readouterr().out, re.MULTILINE)
-    assert first != second
+def test_a_token_file_is_its_owners_alone_and_a_tenant_key(tmp_path: Path, capsys: Run) -> None:
+    path = tmp_path / "acme.token"
+    assert cli.run(["token", "acme", "--out", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert token_hash(read_token(None, path)) in captured.out
+    assert captured.err == ""
+    assert cli.run(["token", "acme", "--out", str(path)]) == 2
+    assert "cannot be made: File exists" in one_error_line(capsys)
+
+
+def test_two_tokens_differ() -> None:
+    assert make_token("acme").token != make_token("acme").token
 
 
 def test_a_token_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

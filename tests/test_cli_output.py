@@ -9,14 +9,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from msgspec.structs import replace
+from rich.console import Console, RenderableType
 
 from mlxd.batching.fake_runner import fake_memory
 from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
+from mlxd.scheduler.messages import StatusReply, TenantStatus
 from mlxd.scheduler.progress import ProgressBars
-from mlxd.scheduler.tables import plan_tables, show_bytes, summarise_buckets
+from mlxd.scheduler.tables import (
+    plan_tables,
+    show,
+    show_bytes,
+    status_tables,
+    summarise_buckets,
+    tokens_per_s,
+)
+from mlxd.scheduler.testing import fake_status
+
+
+def shown(renderable: RenderableType) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(renderable)
+    return out.getvalue()
+
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,17 +48,53 @@ def test_sizes_are_shown_in_binary_units(size: int, shown: str) -> None:
 
 def test_buckets_are_summed_up_by_what_they_cover() -> None:
     assert summarise_buckets(()) == "none"
-    assert summarise_buckets(("rows=1 pages=2", "rows=4 pages=2")) == "2: rows=1,4 pages=2"
+    assert summarise_buckets(("rows=16 pages=2", "rows=4 pages=2")) == "2: rows=4,16 pages=2"
+
+
+def look(uptime_s: float, tokens: int, epoch: str = "a") -> StatusReply:
+    gauges = TenantStatus(waiting=0, running=0, kv_reserved_bytes=0, service=0.0, generated_tokens=tokens)
+    return replace(fake_status(), uptime_s=uptime_s, epoch=epoch, tenants={"acme": gauges})
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "pace"),
+    [
+        (look(1, 10), look(3, 50), 20.0),
+        (look(3, 50), look(3, 50), None),
+        (look(9, 50), look(1, 5, "b"), None),
+    ],
+    ids=["going on", "one look", "started anew"],
+)
+def test_two_looks_tell_the_pace(before: StatusReply, now: StatusReply, pace: float | None) -> None:
+    assert tokens_per_s(before, now) == pace
+
+
+def test_what_was_chosen_at_start_shows_in_details_alone() -> None:
+    status = replace(look(3723, 7), notes={"attention": "in_place"})
+    texts = [shown(status_tables(status, details=details)) for details in (True, False)]
+    assert ["attention" in text for text in texts] == [True, False]
+    assert all("up             1:02:03" in text and "7 generated" in text for text in texts)
+
+
+def test_small_shares_are_shown_and_nothing_is_padded_off_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = Config(version=1, tenants=(TenantConfig(name="acme", token_sha256="0" * 64, kv_share=0.005),))
+    blas = "OpenBLAS (/a/long/path/" + "x" * 200 + ")"
+    show(plan_tables(config, "m", blas, fake_memory()))
+    lines = capsys.readouterr().out.splitlines()
+    assert f"BLAS           {blas}" in lines
+    assert any(line.split()[:1] == ["acme"] and "0.5%" in line for line in lines)
+    assert all(line == line.rstrip() for line in lines)
 
 
 def test_the_plan_names_each_group_and_tenant_even_with_brackets_in_a_path() -> None:
-    out = io.StringIO()
     config = Config(
         version=1, tenants=(TenantConfig(name="acme", token_sha256="0" * 64, weight=3, operator=True),)
     )
     plan = fake_memory(max_rows=2, max_model_len=64, window=32)
-    Console(file=out, width=100).print(plan_tables(config, "/models/[bold]x", "OpenBLAS", plan))
-    lines = [line.split() for line in out.getvalue().splitlines()]
+    text = shown(plan_tables(config, "/models/[bold]x", "OpenBLAS", plan))
+    lines = [line.split() for line in text.splitlines()]
     assert ["model", "/models/[bold]x"] in lines
     assert ["full", "1", "64", "16", "8", "4", "8", "KiB"] in lines
     assert any(line[:1] == ["sliding:32"] for line in lines)

@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 from wire_daemon import daemon as wire_daemon
 from wire_daemon import token
 
+from mlxd.batching.plan import TokenLogprobs
+from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import cli
 from mlxd.scheduler.client_verbs import Access
 from mlxd.scheduler.errors import InvalidParamError, RejectedError, RequestFailedError
@@ -50,24 +53,39 @@ def test_one_prompt_is_printed_as_it_comes(daemon: Script, capsys: Capture) -> N
 
 def test_options_reach_the_daemon(daemon: Script) -> None:
     fake = daemon(["x"])
-    options = [
-        "--max-tokens",
-        "3",
-        "--temperature",
-        "0",
-        "--top-p",
-        "0.5",
-        "--seed",
-        "7",
-        "--stop",
-        "a",
-        "--stop",
-        "b",
-    ]
+    values = {
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.25,
+        "seed": 7,
+    }
+    options = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options += ["--stop", "a", "--stop", "b", "--logprobs", "2", "--json"]
     assert cli.run(["generate", *options, "p"]) == 0
-    sampling = fake.requests[0].sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (3, 0.0, 0.5)
-    assert (sampling.seed, sampling.stop) == (7, ("a", "b"))
+    assert fake.requests[0].sampling == SamplingParams(**values, stop=("a", "b"), top_logprobs=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "turns"),
+    [
+        (["--chat"], [("user", "p")]),
+        (["--system", "s"], [("system", "s"), ("user", "p")]),
+        (["--chat", "--system", "s"], [("system", "s"), ("user", "p")]),
+    ],
+    ids=["chat", "system", "both"],
+)
+def test_a_prompt_may_be_a_users_message(
+    options: list[str], turns: list[tuple[str, str]], daemon: Script
+) -> None:
+    fake = daemon(["x"])
+    assert cli.run(["generate", *options, "p"]) == 0
+    assert fake.requests[0].prompt is UNSET
+    assert [(turn.role, turn.content) for turn in fake.requests[0].messages] == turns  # type: ignore[union-attr]
 
 
 def test_a_dash_reads_standard_input(daemon: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +106,22 @@ def test_json_is_one_object_a_prompt(daemon: Script, capsys: Capture) -> None:
     assert cli.run(["generate", "--json", "a", "b"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == {
+        "index": 0,
+        "prompt": "a",
         "text": " Paris.",
         "token_ids": [7042, 30],
         "finish_reason": "length",
         "usage": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 0},
     }
-    assert second["text"] == "two words"
+    assert (second["index"], second["prompt"], second["text"]) == (1, "b", "two words")
+
+
+def test_json_holds_the_log_probabilities_that_were_asked_for(daemon: Script, capsys: Capture) -> None:
+    each = TokenLogprobs(-0.5, ((7, -0.5), (9, -1.5)))
+    daemon([Completion("x", (7,), "stop", Usage(1, 1), (each,))])
+    assert cli.run(["generate", "--json", "--logprobs", "2", "a"]) == 0
+    top = [{"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": -1.5}]
+    assert json.loads(capsys.readouterr().out)["logprobs"] == [{"logprob": -0.5, "top": top}]
 
 
 def test_one_prompt_that_fails_leaves_the_others(daemon: Script, capsys: Capture) -> None:
@@ -101,7 +129,8 @@ def test_one_prompt_that_fails_leaves_the_others(daemon: Script, capsys: Capture
     assert cli.run(["generate", "--json", "a", "b"]) == 1
     captured = capsys.readouterr()
     refused, answered = map(json.loads, captured.out.splitlines())
-    assert refused == {"error": {"code": "rejected", "message": "the queue is full"}}
+    error = {"code": "rejected", "reason": "queue_full", "message": "the queue is full"}
+    assert refused == {"index": 0, "prompt": "a", "error": error}
     assert answered["text"] == "two"
     assert captured.err == "mlxd: prompt 1: the queue is full\n"
 
@@ -139,6 +168,44 @@ def test_chat_remembers_what_was_said(
         ("assistant", "Rome."),
         ("user", "Spain?"),
     ]
+
+
+class _Interrupted(io.StringIO):
+    """A standard output that Ctrl-C hits when a word is written."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self._word = word
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self._word and text.strip() == self._word:
+            self._word = ""
+            raise KeyboardInterrupt
+        return written
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_the_conversation(
+    daemon: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = daemon(["Rome was not built", "Madrid."])
+    out = _Interrupted("was")
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Italy?\nSpain?\n"))
+    assert cli.run(["chat"]) == 0
+    assert out.getvalue() == "Rome was\n[stopped]\nMadrid.\n"
+    turns = [turn.content for turn in fake.requests[1].messages]  # type: ignore[union-attr]
+    assert turns == ["Italy?", "Rome", "Spain?"]
+
+
+def test_what_cuts_a_stream_off_stands_on_a_line_of_its_own(
+    daemon: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon(["Rome was not built"])
+    out = _Interrupted("was")
+    monkeypatch.setattr("sys.stdout", out)
+    assert cli.run(["generate", "Italy?"]) == 130
+    assert out.getvalue() == "Rome was\n"
 
 
 def test_an_empty_line_ends_the_chat(daemon: Script, monkeypatch: pytest.MonkeyPatch) -> None:
