@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import huggingface_hub
 import mlx.core as mx
-import mlx_lm.utils
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
@@ -21,6 +20,7 @@ from mlxd.batching.model_files import inspect
 from mlxd.batching.runner import Progress
 from mlxd.batching.text import Tokenizer
 from mlxd.batching.waiting import wait_for
+from mlxd.caches.mlx_lm_import import utils as mlx_lm
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.jinja", "*.txt", "model*.safetensors", "tokenizer.model", "*.tiktoken")
@@ -153,7 +153,7 @@ def _context(name: str, own: int | None, asked: int | None) -> int:
 def _build(path: Path) -> tuple[Module, dict[str, Any]]:
     """The model with its weights still lazy."""
     try:
-        return mlx_lm.utils.load_model(path, lazy=True)
+        return mlx_lm.load_model(path, lazy=True)
     # What a wrong config or weight raises depends on the model's own code.
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError) as error:
         raise ModelError(f"{path}: mlx-lm cannot build the model: {_reason(error)}") from error
@@ -169,7 +169,7 @@ def _reason(error: Exception) -> str:
 def _make_float32(model: Module) -> None:
     """Unpack and cast all weights lazily. Scales are cast first, so that unpacking rounds nothing."""
     model.set_dtype(mx.float32)
-    mlx_lm.utils.dequantize_model(model)
+    mlx_lm.dequantize_model(model)
     model.set_dtype(mx.float32)
     modules: list[tuple[str, Module]] = model.named_modules()
     for name, module in modules:

@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import RowCache
+from mlxd.caches.mlx_lm_import import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlxd.caches.packed import pack
 from mlxd.caches.paged import LayerShape, PagedRows
 from mlxd.caches.quantization import Quantization

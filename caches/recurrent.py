@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
 from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows
+from mlxd.caches.mlx_lm_import import ArraysCache
 from mlxd.caches.paged_view import PrefillView
 from mlxd.caches.row_group import RowGroup
 

@@ -17,10 +17,11 @@ from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.connections import is_own_id
 from mlxd.scheduler.credentials import Credentials
 from mlxd.scheduler.desk import Desk
-from mlxd.scheduler.door import LINGER_MS, Door
+from mlxd.scheduler.door import LINGER_MS, MAX_STRANGERS, Door
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
+from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
 from mlxd.scheduler.reports import limits, status_reply
 from mlxd.scheduler.session import Session
@@ -49,13 +50,14 @@ class Frontend:
         """Binds both sockets; owns a file at each ipc address from here on.
 
         Raises:
-            ConfigError: an address is taken or cannot be bound.
+            ConfigError: an address is taken or cannot be bound, or so many clients need more open files.
         """
         self._config = config
         self._engine = engine
         self._recorder = recorder
         self._epoch = epoch
         self._on_drain = on_drain
+        check_open_files(config.server.max_clients, MAX_STRANGERS, allow_open_files())
         self._credentials = Credentials(config.tenants)
         self._bad_frames: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()

@@ -36,6 +36,7 @@ MLX_OWNERS = {
         "conformance",
         "conformance_rows",
         "kinds",
+        "mlx_lm_import",
         "packed",
         "paged",
         "paged_view",

@@ -1,0 +1,34 @@
+"""How many files the process may have open: every connection is one."""
+
+import resource
+from contextlib import suppress
+
+from mlxd.scheduler.errors import ConfigError
+
+_AMPLE = 65_536
+_MOST_ON_MACOS = 10_240
+_OTHERS = 512
+"""Model files, libraries, HTTP connections, and strangers that libzmq took before it was told to let go."""
+
+
+def allow_open_files() -> int:
+    """Raise the limit as far as this process may, up to what is ample; the limit it has then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _AMPLE if hard == resource.RLIM_INFINITY else min(hard, _AMPLE)
+    for wanted in (most, min(most, _MOST_ON_MACOS)):
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            return most if soft == resource.RLIM_INFINITY else soft
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return soft
+
+
+def check_open_files(max_clients: int, max_strangers: int, limit: int) -> None:
+    """Raises ConfigError where two sockets full of clients and strangers need more than `limit` files."""
+    most = (limit - _OTHERS) // 2 - max_strangers
+    if max_clients > most:
+        raise ConfigError(
+            f"server.max_clients is {max_clients}; a limit of {limit} open files (ulimit -n) allows "
+            f"at most {max(0, most)}"
+        )
