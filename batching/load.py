@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
-from mlxd.batching.errors import ModelError, SettingError
+from mlxd.batching.errors import ModelError
 from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
@@ -90,7 +90,10 @@ def load_runner(
     box = TimeBox(warmup_s)
     chunk = prefill_chunk
     if chunk == "auto":
-        chunk = tuning.choose_chunk(loaded.model, prefill_ms, size, loaded.max_model_len, box, progress)
+        chunk_s = partial(tuning.native_chunk_s, loaded.model)
+        if quantization is not None:
+            chunk_s = partial(tuning.packed_chunk_s, loaded.model, layers, size)
+        chunk = tuning.choose_chunk(chunk_s, prefill_ms, size, loaded.max_model_len, box, progress)
     left_s = box.left_s
     memory = plan_for(
         layers,
@@ -174,10 +177,7 @@ def _self_test(
             return right
     failure = f"the self-test failed, even for one row alone: {'; '.join(faults)}"
     if quantization is not None:
-        raise SettingError(
-            ("cache", "quantization"),
-            f"does not go with this model, whose attention does not read it: {failure}",
-        )
+        raise tuning.cannot_be_packed(failure)
     raise ModelError(f"{loaded.path}: {failure}")
 
 

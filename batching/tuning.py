@@ -8,12 +8,14 @@ from itertools import product
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.driver import Driver
+from mlxd.batching.errors import SettingError
 from mlxd.batching.mlx_runner import MlxRunner
-from mlxd.batching.runner import Progress, ignore_progress
+from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.caches.kinds import native_caches
+from mlxd.caches.kinds import Layer, group_specs, native_caches
 from mlxd.caches.row_group import row_bucket, width_bucket
-from mlxd.caches.sizing import MemoryPlan
+from mlxd.caches.sizing import MemoryPlan, plan_memory
 
 _SMALLEST_CHUNK = 64
 _LARGEST_CHUNK = 2048
@@ -44,30 +46,71 @@ class TimeBox:
 
 
 def choose_chunk(
-    model: nn.Module, prefill_ms: float, page_size: int, max_model_len: int, box: TimeBox, progress: Progress
+    chunk_s: Callable[[int], float],
+    prefill_ms: float,
+    page_size: int,
+    max_model_len: int,
+    box: TimeBox,
+    progress: Progress,
 ) -> int:
     """Tokens of a prefill chunk: the largest power of two that runs within `prefill_ms`, at least one page.
 
-    Timed on the model's own caches, a prompt's first chunk; deeper chunks of a long prompt cost more.
+    Args:
+        chunk_s: seconds of a prompt's first chunk of so many tokens; deeper ones of a long prompt cost more.
     """
     smallest = max(page_size, _SMALLEST_CHUNK)
     chunk = smallest
-    _prefill_s(model, chunk)
+    chunk_s(chunk)
     while chunk < min(_LARGEST_CHUNK, max_model_len) and not box.is_over:
         progress("tune", 0.0)
-        seconds = _prefill_s(model, chunk)
+        seconds = chunk_s(chunk)
         if 2.2 * seconds * 1000 > prefill_ms:
             break
         chunk *= 2
     return chunk
 
 
-def _prefill_s(model: nn.Module, num_tokens: int) -> float:
+def native_chunk_s(model: nn.Module, num_tokens: int) -> float:
+    """Of a prompt's first chunk, on the model's own caches."""
     caches = native_caches(model)
     begun = time.perf_counter()
     model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
     mx.eval([cache.state for cache in caches])
     return time.perf_counter() - begun
+
+
+def packed_chunk_s(model: nn.Module, layers: Sequence[Layer], page_size: int, num_tokens: int) -> float:
+    """Of a prompt's first chunk, on packed layers in pools for one row.
+
+    Raises:
+        SettingError: the model does not go through a chunk on such layers.
+    """
+    specs = group_specs(layers, page_size)
+    memory = plan_memory(
+        specs,
+        budget_bytes=sum(spec.pages_for(num_tokens, num_tokens) * spec.page_bytes for spec in specs),
+        weights_bytes=0,
+        max_rows=1,
+        max_model_len=num_tokens,
+        chunk=num_tokens,
+    )
+    info = RunnerInfo("chunk", 1, memory, 1, frozenset(), str(mx.default_device()), compiled=False)
+    runner = MlxRunner(model, layers, memory, info)
+    driver = Driver(runner, memory)
+    driver.join((0,) * (num_tokens + 1))
+    begun = time.perf_counter()
+    try:
+        driver.prefill()
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise cannot_be_packed(reason) from error
+    return time.perf_counter() - begun
+
+
+def cannot_be_packed(reason: str) -> SettingError:
+    """`cache.quantization` is wrong for a model that passes its attention by."""
+    sentence = f"does not go with this model, whose attention does not read it: {reason}"
+    return SettingError(("cache", "quantization"), sentence)
 
 
 def row_buckets(max_rows: int) -> list[int]:

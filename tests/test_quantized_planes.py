@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
-from tiny_models import PAGE, VOCAB, make_rig, prompt_of
+from tiny_models import PAGE, VOCAB, make_rig, prompt_of, tiny_model
 
 from mlxd.batching.attention import Gathered
 from mlxd.batching.attention_quantized import attend_packed_pages
@@ -15,6 +15,7 @@ from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
+from mlxd.batching.tuning import packed_chunk_s
 from mlxd.caches.kinds import UnsupportedCacheError, group_specs, inspect_layers, packed_layers
 from mlxd.caches.packed import attend, pack
 from mlxd.caches.paged_view import PagedView
@@ -111,6 +112,28 @@ def test_the_self_test_finds_a_model_that_packed_numbers_do_not_reach() -> None:
         expected = [oracle_logprobs(model, prompt, quantization) for prompt in ragged]
         fault = fault_in(runner, memory, expected, ragged, quantization=quantization)
         assert (fault is None) == (quantization is None), fault
+
+
+@pytest.mark.parametrize("family", ["mistral/64", "gpt_oss/64"])
+def test_a_chunk_is_timed_on_packed_layers(family: str) -> None:
+    model = tiny_model(family)
+    layers = packed_layers(inspect_layers(model), EIGHT_BITS)
+    assert packed_chunk_s(model, layers, PAGE, 64) > 0
+
+
+class Peeking(OwnAttention):
+    """It looks into its cache."""
+
+    def __call__(self, tokens: mx.array, cache: list[object]) -> mx.array:
+        out = super().__call__(tokens, cache)
+        return out + cache[0].keys.sum()  # type: ignore[attr-defined]
+
+
+def test_a_model_that_cannot_run_on_packed_layers_is_told_of_the_setting() -> None:
+    model = Peeking()
+    layers = packed_layers(inspect_layers(model), EIGHT_BITS)
+    with pytest.raises(SettingError, match=r"^cache.quantization does not go .* has no attribute 'keys'"):
+        packed_chunk_s(model, layers, PAGE, 64)
 
 
 @pytest.mark.parametrize("family", PACKABLE)

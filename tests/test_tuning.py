@@ -7,6 +7,7 @@ import pytest
 from daemon_process import process_config, write_tiny_model
 
 from mlxd.batching import tuning
+from mlxd.batching.runner import ignore_progress
 from mlxd.caches.sizing import GroupSpec, plan_memory
 from mlxd.scheduler.config import DecodeConfig
 from mlxd.scheduler.engine import Engine
@@ -55,3 +56,23 @@ def test_steps_of_the_start_are_not_counted_as_service(tmp_path: Path) -> None:
         snapshot = engine.snapshot
     assert (snapshot.compiled_steps, snapshot.eager_steps) == (0, 0)
     assert snapshot.graph_compiles > 0
+
+
+@pytest.mark.parametrize(
+    ("ms_per_token", "page_size", "max_model_len", "chunk"),
+    [
+        (0.1, 64, 8192, 1024),
+        (0.1, 64, 512, 512),
+        (10.0, 64, 8192, 64),
+        (10.0, 256, 8192, 256),
+        (1e-3, 64, 8192, 2048),
+    ],
+)
+def test_a_chunk_is_the_largest_that_runs_within_its_bound(
+    ms_per_token: float, page_size: int, max_model_len: int, chunk: int
+) -> None:
+    def chunk_s(num_tokens: int) -> float:
+        return num_tokens * ms_per_token / 1000
+
+    box = tuning.TimeBox(60)
+    assert tuning.choose_chunk(chunk_s, 150, page_size, max_model_len, box, ignore_progress) == chunk
