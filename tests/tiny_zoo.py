@@ -15,13 +15,13 @@ _SLIDING = ["sliding_attention", "full_attention"] * (_LAYERS // 2)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
+    "hidden_size": 128,
     "intermediate_size": 48,
     "num_hidden_layers": _LAYERS,
     "num_layers": _LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
     "rms_norm_eps": 1e-5,
     "layer_norm_eps": 1e-5,
     "layer_norm_epsilon": 1e-5,
@@ -42,11 +42,11 @@ _SIZES: dict[str, Any] = {
     "use_bias": False,
     "scale_depth": 1.4,
     "scale_emb": 1.0,
-    "dim_model_base": 32,
+    "dim_model_base": 128,
     # GPT-2's names
     "n_ctx": 512,
     "n_positions": 512,
-    "n_embd": 32,
+    "n_embd": 128,
     "n_head": 4,
     "n_layer": _LAYERS,
     "n_inner": 48,
@@ -79,12 +79,12 @@ _SIZES: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
     # latent attention
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 32,
     "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_head_dim": 8,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "index_head_dim": 32,
     "index_n_heads": 4,
     "index_topk": 8,
     # recurrent layers
@@ -115,7 +115,7 @@ _SIZES: dict[str, Any] = {
     "conv_L_cache": 3,
     "time_step_limit": (0.0, float("inf")),
 }
-"""Sizes by the names that models give them; a model takes those it knows."""
+"""Sizes by the names that models give them. Heads are wide enough to be quantised."""
 
 _MLA = {"num_key_value_heads": 4}
 _TEXT = "text_config"
@@ -155,14 +155,14 @@ _YARN = {
 }
 _LONG_ROPE = {
     "type": "longrope",
-    "long_factor": [1.0] * 4,
-    "short_factor": [1.0] * 4,
+    "long_factor": [1.0] * 16,
+    "short_factor": [1.0] * 16,
     "long_mscale": 1.0,
     "short_mscale": 1.0,
     "original_max_position_embeddings": 512,
 }
 _GEMMA4 = {
-    "global_head_dim": 16,
+    "global_head_dim": 64,
     "num_kv_shared_layers": 2,
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
@@ -173,7 +173,7 @@ _DEFAULT_ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 
 _OWN: dict[str, dict[str, Any]] = {
     "Klear": {},
-    "afm7": {"hidden_dim": 32, "num_layers": 4, "num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    "afm7": {"hidden_dim": 128, "num_layers": 4, "num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2},
     "afmoe": {"layer_types": _SLIDING},
     "apertus": {"post_norm": False, "qk_norm": True},
     "baichuan_m1": {"sliding_window_layers": [1, 3], "conv_window": 2},
@@ -185,7 +185,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere2": {"sliding_window_pattern": 2},
     "dbrx": {
-        "d_model": 32,
+        "d_model": 128,
         "n_layers": 4,
         "n_heads": 4,
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -297,7 +297,7 @@ _OWN: dict[str, dict[str, Any]] = {
         _TEXT: {
             "model_type": "lfm2",
             "layer_types": ["conv", "full_attention"] * 2,
-            "block_dim": 32,
+            "block_dim": 128,
             "block_multiple_of": 8,
             "block_ffn_dim_multiplier": 1.0,
             "block_auto_adjust_ff_dim": False,
@@ -306,14 +306,14 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "lfm2": {
         "layer_types": ["conv", "full_attention"] * 2,
-        "block_dim": 32,
+        "block_dim": 128,
         "block_multiple_of": 8,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
         "block_ff_dim": 48,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "use_expert_bias": True},
-    "lille-130m": {"block_size": 512, "n_kv_heads": 2, "n_embd": 256, "n_head": 4},
+    "lille-130m": {"block_size": 512, "n_kv_heads": 2},
     "llama": {},
     "llama4": {_TEXT: _LLAMA4},
     "llama4_text": _LLAMA4,
@@ -340,8 +340,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "swa_rope_theta": 1e4,
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "swa_v_head_dim": 8,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
     },
     "minicpm": {},
     "minicpm3": {**_MLA, "rope_scaling": _LONG_ROPE},
@@ -382,7 +382,7 @@ _OWN: dict[str, dict[str, Any]] = {
             "layer_types": _SLIDING,
             "final_logit_softcapping": 20.0,
             "output_multiplier": 0.2,
-            "moe_hidden_size": 32,
+            "moe_hidden_size": 128,
             "num_shared_experts": 0,
         }
     },
@@ -410,7 +410,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "openelm": {
         "num_transformer_layers": 4,
-        "model_dim": 32,
+        "model_dim": 128,
         "ffn_dim_divisor": 8,
         "num_query_heads": [4] * 4,
         "num_kv_heads": [2, 2, 4, 4],
@@ -426,12 +426,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "blocksparse_num_local_blocks": 2,
     },
     "phimoe": {"rope_scaling": _LONG_ROPE},
-    "phixtral": {"num_vocab": VOCAB, "model_dim": 32, "num_heads": 4, "num_layers": 4, "rotary_dim": 4},
+    "phixtral": {"num_vocab": VOCAB, "model_dim": 128, "num_heads": 4, "num_layers": 4, "rotary_dim": 4},
     "pixtral": {_TEXT: {"model_type": "llama"}},
     "plamo": {"n_shared_head": 2},
-    "plamo2": {"hidden_size_per_head": 8},
+    "plamo2": {"hidden_size_per_head": 32},
     "plamo3": {"window_size": WINDOW, "sliding_window_pattern": 2},
-    "qwen": {"kv_channels": 8},
+    "qwen": {"kv_channels": 32},
     "qwen2": {},
     "qwen2_moe": {},
     "qwen2_vl": {_TEXT: {"model_type": "qwen2"}},
