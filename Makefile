@@ -5,7 +5,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 comma := ,
 
 ifeq ($(shell uname -s),Linux)
@@ -59,9 +59,11 @@ $(VENV)/.created:
 	  "install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1
 
 $(RUN): $(VENV)/.created pyproject.toml
-	$(PIP) install -e '.$(if $(EXTRA),[$(EXTRA)])'
+	@echo "installing mlxd into $(VENV) ..."
+	@$(PIP) install -e '.$(if $(EXTRA),[$(EXTRA)])'
 	@touch $@
 
 $(DEV): $(VENV)/.created pyproject.toml
-	$(PIP) install -e '.[$(if $(EXTRA),$(EXTRA)$(comma))dev]'
+	@echo "installing mlxd and its tools into $(VENV) ..."
+	@$(PIP) install -e '.[$(if $(EXTRA),$(EXTRA)$(comma))dev]'
 	@touch $@

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,7 +163,20 @@ def test_the_demo_serves_both_tenants_and_ends_well() -> None:
     answers = [line for line in demo.stdout.splitlines() if " -> " in line]
     assert sorted(answer.split()[0] for answer in answers) == ["acme"] * 12 + ["beta"] * 6
     assert "The capital of France is Paris." in demo.stdout
-    acme, beta = map(int, re.findall(r"(\d+) tokens while both had questions waiting", demo.stdout))
+    acme, beta = map(int, re.findall(r"^  (?:acme|beta) +[13] +(\d+) +\d+%", demo.stdout, re.MULTILINE))
     assert acme > 1.5 * beta, "weights 3 and 1, a few requests long"
     assert 'mlxd_requests_total{outcome="stop",tenant="acme"}' in demo.stdout
     assert "the daemon ended with code 0" in demo.stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_demo_with_one_line() -> None:
+    command = [sys.executable, str(ROOT / "examples/demo.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        next(line for line in demo.stdout if " -> " in line)
+        demo.send_signal(signal.SIGINT)
+        _, err = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    news = [line for line in err.splitlines() if line and not re.fullmatch(r"mlxd: [\w-]+ \d+%", line)]
+    assert news == ["demo: interrupted; the daemon was stopped"]

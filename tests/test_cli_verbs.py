@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from daemon_process import process_config, write_config, write_tiny_model
 from msgspec import UNSET
 from wire_daemon import daemon as wire_daemon
 from wire_daemon import token
@@ -237,6 +238,18 @@ def test_the_verbs_reach_a_daemon_over_its_sockets(
         assert cli.run(["drain"]) == 0
         running.join()
     assert running.exit_code == 0
+
+
+def test_the_in_process_example_runs_with_a_configuration(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    path = write_config(tmp_path, process_config(tmp_path, tmp_path))
+    example = Path(__file__).resolve().parent.parent / "examples/in_process.py"
+    command = [sys.executable, str(example), str(path)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [line.split("'")[0] for line in shown.splitlines()] == [
+        "The capital of France is",
+        "The opposite of hot is",
+    ]
 
 
 def test_the_asyncio_example_runs_against_a_daemon(tmp_path: Path) -> None:

@@ -89,6 +89,15 @@ def test_the_raw_client_of_the_page_works(tmp_path: Path) -> None:
     assert run.stderr == ""
 
 
+def test_the_raw_client_of_the_page_ends_with_an_error_where_the_daemon_answers_one(tmp_path: Path) -> None:
+    program = next(block for block in code_blocks(PAGE, "python") if "zmq.DEALER" in block)
+    with daemon(tmp_path) as served:
+        command = [sys.executable, "-c", program, served.config.server.submit, "wrong", "hello"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert (run.returncode, run.stderr) == (1, "")
+    assert "unauthenticated" in run.stdout
+
+
 def test_the_example_of_testing_works() -> None:
     program = next(block for block in code_blocks(PAGE, "python") if "FakeDaemon" in block)
     exec(compile(program, str(PAGE), "exec"), {})
