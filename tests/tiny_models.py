@@ -96,6 +96,7 @@ def tiny_model(family: str) -> nn.Module:
     entry = _MODELS[family]
     module = importlib.import_module(f"mlx_lm.models.{entry.module}")
     config = {**_COMMON, "model_type": entry.module, "sliding_window": entry.window, **entry.config}
+    mx.random.seed(0)  # biases begin random, and what is added here keeps that
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     rng = np.random.default_rng(1)
     model.update(tree_unflatten([(name, _random(name, value, rng)) for name, value in parameters_of(model)]))
