@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,8 @@ from mlxd.scheduler.intake import check_request, is_long, prompt_ids
 from mlxd.scheduler.session import Session
 
 RETRY_MS = 1_000
+MAX_TOKENISING = 2
+"""Long prompts of one tenant that are tokenised at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Desk:
         self._open: dict[RequestKey, _OpenRequest] = {}
         self._num_open: Counter[str] = Counter()
         self.generated_tokens: Counter[str] = Counter()
+        self._tokenisers = ThreadPoolExecutor(MAX_TOKENISING + 1, "mlxd-tokenise")
+        self._turns: dict[str, asyncio.Semaphore] = {}
         self._beginnings: set[asyncio.Task[None]] = set()
 
     @property
@@ -104,10 +109,10 @@ class Desk:
     async def _begin(self, request: _OpenRequest, message: wire.Generate, served: Served) -> None:
         tokenizer, sampling = served.tokenizer, message.sampling
         try:
-            if is_long(message):
-                ids = await asyncio.to_thread(prompt_ids, message, tokenizer)
-            else:
-                ids = prompt_ids(message, tokenizer)
+            ids = await self._prompt_ids(request, message, tokenizer)
+            if request.session.gone:
+                self._close(request)
+                return
             eos = frozenset[int]() if sampling.ignore_eos else served.info.eos_token_ids
             ending = eos.union(sampling.stop_token_ids)
             text = tokenizer.stream(sampling.stop)
@@ -119,6 +124,18 @@ class Desk:
             return
         if request.end_as:
             self._engine.cancel(request.key, request.end_as)
+
+    async def _prompt_ids(
+        self, request: _OpenRequest, message: wire.Generate, tokenizer: Tokenizer
+    ) -> tuple[int, ...]:
+        """Raises what `prompt_ids` raises. Long prompts of a tenant leave a thread to the others'."""
+        if not is_long(message):
+            return prompt_ids(message, tokenizer)
+        async with self._turns.setdefault(request.key.tenant, asyncio.Semaphore(MAX_TOKENISING)):
+            if request.session.gone:
+                return ()
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._tokenisers, prompt_ids, message, tokenizer)
 
     def _refuse(self, session: Session, key: RequestKey, error: MlxdError) -> None:
         match error:
@@ -204,6 +221,10 @@ class Desk:
             self._close(request)
             text = "the engine does not answer"
             self._reply(request, wire.Error(id=request.key.request_id, code="engine_failed", message=text))
+
+    def close(self) -> None:
+        """Tokenise nothing more."""
+        self._tokenisers.shutdown(wait=False, cancel_futures=True)
 
     def keep_alive(self, session: Session, quiet_since: float) -> None:
         """Show that requests which got nothing since then are still known."""

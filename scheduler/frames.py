@@ -15,6 +15,12 @@ from mlxd.scheduler.errors import ProtocolError
 MAX_DEPTH = 8
 MAX_STRING_BYTES = 2**20
 MAX_ITEMS = 2**18
+MAX_TOTAL_ITEMS = MAX_ITEMS + 2**12
+"""Of all lists and maps of a frame together."""
+MAX_NODES = 2**15
+"""What costs more to read than a number in a list: a frame's texts, keys, lists and maps together."""
+_MARKS_A_NODE = 3
+"""JSON: with the commas and the brackets that close."""
 
 
 def decode_error(message: str, offset: int) -> ProtocolError:
@@ -44,15 +50,20 @@ def check_json(frame: bytes) -> None:
         raise decode_error("invalid UTF-8", error.start) from None
     keys: list[set[str]] = []
     items: list[int] = []
-    for token in _JSON_TOKEN.finditer(frame):
+    total = 0
+    for nodes, token in enumerate(_JSON_TOKEN.finditer(frame)):
         at = token.start()
+        _check_limit("number of marks", nodes, _MARKS_A_NODE * MAX_NODES, at)
         if token["string"]:
             _check_limit("string length", len(token["string"]) - 2, MAX_STRING_BYTES, at)
             if token["colon"] and keys:
                 _add_key(keys[-1], msgspec.json.decode(token["string"], type=str), at)
         elif token["flat"]:
             _check_limit("depth", len(items) + 1, MAX_DEPTH, at)
-            _check_limit("list length", token["flat"].count(b",") + 1, MAX_ITEMS, at)
+            length = token["flat"].count(b",") + 1
+            _check_limit("list length", length, MAX_ITEMS, at)
+            total += length
+            _check_limit("number of all items", total, MAX_TOTAL_ITEMS, at)
         elif token["mark"] in b"{[":
             keys.append(set())
             items.append(1)
@@ -106,11 +117,15 @@ class _Msgpack:
 
     def __init__(self, frame: bytes) -> None:
         self._frame = frame
+        self._nodes = 0
+        self._items = 0
 
     def check(self, at: int, depth: int) -> int:
         lead = self._frame[at]
         if size := _SCALAR_SIZES[lead]:
             return at + size
+        self._nodes += 1
+        _check_limit("number of values", self._nodes, MAX_NODES, at)
         if 0xA0 <= lead <= 0xBF or lead in _STRINGS:
             return self._string(at)[1]
         if lead in _FLOATS:
@@ -150,6 +165,7 @@ class _Msgpack:
         _check_limit("depth", depth, MAX_DEPTH, at)
         count, end = self._length(at, 0x0F, _LISTS)
         _check_limit("list length", count, MAX_ITEMS, at)
+        self._add_items(count, at)
         frame, sizes = self._frame, _SCALAR_SIZES
         for _ in range(count):
             # Long lists are token ids: a call a token would be most of the cost.
@@ -161,10 +177,17 @@ class _Msgpack:
         _check_limit("depth", depth, MAX_DEPTH, at)
         count, end = self._length(at, 0x0F, _MAPS)
         _check_limit("number of items", count, MAX_ITEMS, at)
+        self._add_items(count, at)
+        self._nodes += count
+        _check_limit("number of values", self._nodes, MAX_NODES, at)
         seen: set[str] = set()
         for _ in range(count):
             end = self.check(self._key(end, seen), depth)
         return end
+
+    def _add_items(self, count: int, at: int) -> None:
+        self._items += count
+        _check_limit("number of all items", self._items, MAX_TOTAL_ITEMS, at)
 
     def _key(self, at: int, seen: set[str]) -> int:
         lead = self._frame[at]

@@ -1,11 +1,13 @@
 """The two sockets: who speaks, what they may ask, and where it goes."""
 
 import asyncio
-import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TypeVar
 
 import zmq.asyncio
@@ -23,17 +25,21 @@ from mlxd.scheduler.errors import ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
 from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
+from mlxd.scheduler.reading import LARGE_BYTES, Reader, size_of
 from mlxd.scheduler.reports import limits, status_reply
 from mlxd.scheduler.session import Session
 
 logger = logging.getLogger(__name__)
 
-FRAMES_A_TURN = 16
-LARGE_FRAME_BYTES = 2**16
+MAX_STRANGER_BYTES = 2**12
+LAST_WORDS_S = 0.2
 MAX_PINGS = 8
 LOG_INTERVAL_S = 10.0
 
 T = TypeVar("T")
+
+_TOLD_STRANGERS = {"v", "routing_id"}
+"""What a client must learn before it can say hello."""
 
 _NOT_MESSAGES = {"malformed_frames", "decode", "too_large", "unsupported"}
 
@@ -62,6 +68,7 @@ class Frontend:
         self._bad_frames: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
+        self._decoder = ThreadPoolExecutor(1, "mlxd-decode")
         self._context = zmq.asyncio.Context()
         with ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
@@ -94,7 +101,7 @@ class Frontend:
         """Serve until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for door in (self._submit, self._control):
-                tasks.create_task(self._read(door))
+                tasks.create_task(Reader(door, partial(self._take, door)).run())
                 tasks.create_task(door.flush_forever())
             tasks.create_task(self._beat())
             tasks.create_task(self._log_bad_frames())
@@ -108,19 +115,13 @@ class Frontend:
             await asyncio.sleep(0.01)
         self._submit.close()
         self._control.close()
+        self.desk.close()
+        self._decoder.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._context.term)
 
     @property
     def _buffered_bytes(self) -> int:
         return self._submit.buffered_bytes + self._control.buffered_bytes
-
-    async def _read(self, door: Door) -> None:
-        for count in itertools.count(1):
-            session, frames = await door.receive()
-            await self._take(door, session, frames)
-            if count % FRAMES_A_TURN == 0:
-                # Receiving what has arrived already never yields to the other tasks.
-                await asyncio.sleep(0)
 
     async def _take(self, door: Door, session: Session, frames: list[bytes]) -> None:
         if session.gone or self._loop.time() < session.patience.deaf_until:
@@ -128,25 +129,37 @@ class Frontend:
             return
         try:
             message = await self._decode(session, frames)
-            if session.gone:
-                return
-            self._recorder.message("in", kind_of(message))
+        except ProtocolError as error:
+            if session.tenant is None and error.field not in _TOLD_STRANGERS:
+                self._refuse_stranger(door, session, error.code)
+            else:
+                self._refuse(door, session, error)
+            return
+        if session.gone:
+            self._count_bad("ignored")
+            return
+        self._recorder.message("in", kind_of(message))
+        try:
             self._dispatch(door, session, message)
         except ProtocolError as error:
             self._refuse(door, session, error)
         except UnauthenticatedError as error:
-            self._refuse_stranger(door, session, str(error))
+            self._refuse_stranger(door, session, error.code)
 
     async def _decode(self, session: Session, frames: list[bytes]) -> wire.ClientMessage:
+        if is_own_id(session.peer):
+            raise ProtocolError("unsupported", "a client must not set a routing id", field="routing_id")
+        size = size_of(frames)
+        if session.tenant is None and size > MAX_STRANGER_BYTES:
+            text = f"the message has {size} bytes; before hello the limit is {MAX_STRANGER_BYTES}"
+            raise ProtocolError("too_large", text)
         if frames[-1]:
             session.encoding = encoding_of(frames[-1])
-        if is_own_id(session.peer):
-            raise ProtocolError("unsupported", "a client must not set a routing id")
         if len(frames) != 1:
             raise ProtocolError("malformed_frames", f"a message is one frame, not {len(frames)}")
         limit = self._config.server.max_message_bytes
-        if len(frames[0]) > LARGE_FRAME_BYTES:
-            return await asyncio.to_thread(decode, frames[0], limit)
+        if size > LARGE_BYTES:
+            return await self._loop.run_in_executor(self._decoder, decode, frames[0], limit)
         return decode(frames[0], limit)
 
     def _refuse(self, door: Door, session: Session, error: ProtocolError) -> None:
@@ -158,11 +171,15 @@ class Frontend:
         )
         door.send(session, reply)
 
-    def _refuse_stranger(self, door: Door, session: Session, message: str) -> None:
-        """The same answer for every reason, later with each attempt."""
-        self._count_bad("unauthenticated")
+    def _refuse_stranger(self, door: Door, session: Session, reason: str) -> None:
+        """The same answer whatever was wrong, later with each attempt; one who sends much is shut then."""
+        self._count_bad(reason)
         delay = session.patience.take_failed_login(self._loop.time())
-        self._loop.call_later(delay, door.send, session, wire.Error(code="unauthenticated", message=message))
+        reply = wire.Error(code="unauthenticated", message=str(UnauthenticatedError()))
+        self._loop.call_later(delay, door.send, session, reply)
+        if reason == "too_large":
+            session.patience.deaf_until = math.inf
+            self._loop.call_later(delay + LAST_WORDS_S, door.lose, session)
 
     def _count_bad(self, reason: str) -> None:
         self._recorder.bad_message(reason)

@@ -11,14 +11,16 @@ from mlxd.scheduler.messages import Generate
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS = 2_000
-"""Longer texts are tokenised on another thread: they would hold up everyone's streams."""
+INLINE_TURNS = 16
+"""Longer texts and conversations are tokenised on another thread: they would hold up everyone's streams."""
 
 
 def is_long(message: Generate) -> bool:
     if message.prompt is not UNSET:
         return len(message.prompt) > INLINE_CHARS
     if message.messages is not UNSET:
-        return sum(len(turn.content) for turn in message.messages) > INLINE_CHARS
+        num_chars = sum(len(turn.role) + len(turn.content) for turn in message.messages)
+        return len(message.messages) > INLINE_TURNS or num_chars > INLINE_CHARS
     return False
 
 

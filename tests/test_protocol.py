@@ -12,7 +12,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.errors import ProtocolError
 from mlxd.scheduler.events import Usage
-from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_STRING_BYTES
+from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_NODES, MAX_STRING_BYTES
 from mlxd.scheduler.protocol import Encoding, decode, decode_reply, encode, encoding_of, kind_of
 
 MAX_BYTES = 4 * 2**20
@@ -148,10 +148,19 @@ def test_what_is_neither_msgpack_nor_json_says_where_and_echoes_nothing(frame: b
         (b'{"a":' + b"[" * 100_000, f"depth {MAX_DEPTH + 1}"),
         (b"\x81\xa1a" + b"\x91" * 100_000, f"depth {MAX_DEPTH + 1}"),
         (b'{"a":[' + b"1," * MAX_ITEMS + b"1]}", f"list length {MAX_ITEMS + 1}"),
-        (b'{"a":[' + b'"",' * MAX_ITEMS + b'""]}', f"items {MAX_ITEMS + 1}"),
+        (b'{"a":[' + b'"",' * MAX_ITEMS + b'""]}', f"is over the limit of {3 * MAX_NODES}"),
+        (b'{"a":[' + b"{}," * MAX_ITEMS + b'""]}', f"is over the limit of {3 * MAX_NODES}"),
+        (b'{"a":[' + b"[1,2,3]," * 2**17 + b'""]}', f"is over the limit of {3 * MAX_NODES}"),
+        (b'{"a":[' + (b"[" + b"1," * 2**17 + b"1],") * 3 + b"1]}", f"items {3 * 2**17 + 3}"),
+        (b"\x81\xa1a\xdd\x00\x00\xff\xff" + b"\x90" * 0xFFFF, f"number of values {MAX_NODES + 1}"),
+        (b"\x81\xa1a\xdd\x00\x00\xff\xff" + b"\x81\xa0\xc0" * 0xFFFF, f"is over the limit of {MAX_NODES}"),
+        (
+            b"\x81\xa1a\x93" + (b"\xdd\x00\x02\x00\x00" + b"\x01" * 2**17) * 3,
+            f"number of all items {3 * 2**17 + 4}",
+        ),
         (b'{"a":"' + b"x" * (MAX_STRING_BYTES + 1) + b'"}', f"string length {MAX_STRING_BYTES + 1}"),
     ],
-    ids=range(10),
+    ids=range(16),
 )  # fmt: skip
 def test_what_is_too_large_is_told_the_limit(frame: bytes, words: str) -> None:
     error = refusal(frame)

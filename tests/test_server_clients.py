@@ -5,12 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 from wire_daemon import Daemon, Peer, daemon, runner, token, wait_until
 
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler import frontend
+from mlxd.scheduler.messages import ClientMessage
+from mlxd.scheduler.protocol import decode
+from mlxd.scheduler.reading import LARGE_BYTES
 
 VICTIM = """
 import sys
@@ -56,6 +63,40 @@ def test_clients_that_leave_while_nothing_streams_are_noticed_and_forgotten(tmp_
             wait_until(lambda: ended(served, "client_gone") == 1, 1.0)
             assert first.until_terminal("a")[-1]["type"] == "done"
         wait_until(lambda: served.metric("mlxd_clients_connected") == 0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "generate", "id": "a", "prompt": "x" * 2000, "x_pad": "x" * 10_000},
+        {"type": "hello", "v": 1, "token": token("acme"), "x_pad": "x" * 10_000},
+    ],
+    ids=["generate", "hello"],
+)
+def test_what_was_being_read_when_its_client_left_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
+) -> None:
+    arrived, resume = threading.Event(), threading.Event()
+
+    def slow_decode(frame: bytes, max_bytes: int) -> ClientMessage:
+        if len(frame) > LARGE_BYTES:
+            arrived.set()
+            resume.wait(5.0)
+        return decode(frame, max_bytes)
+
+    monkeypatch.setattr(frontend, "decode", slow_decode)
+    with daemon(tmp_path) as served:
+        with served.submit() as leaving:
+            leaving.send(**message)
+            assert arrived.wait(5.0)
+        wait_until(lambda: served.metric("mlxd_clients_connected") == 0)
+        resume.set()
+        wait_until(lambda: served.metric("mlxd_zmq_bad_messages_total", reason="ignored") == 1)
+        with served.submit() as next_client:
+            next_client.send("generate", id="b", prompt="hi", sampling={"max_tokens": 1})
+            assert next_client.until_terminal("b")[-1]["type"] == "done"
+            wait_until(lambda: served.metric("mlxd_clients_connected") == 1)
+        assert served.metric("mlxd_requests_accepted_total", tenant="acme") == 1
 
 
 def test_requests_that_yield_nothing_show_signs_of_life(tmp_path: Path) -> None:

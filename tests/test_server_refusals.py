@@ -185,6 +185,39 @@ def test_a_client_must_not_set_a_routing_id(served: Daemon) -> None:
             assert (reply["code"], reply["message"]) == ("unsupported", "a client must not set a routing id")
 
 
+@pytest.mark.parametrize(
+    "frames",
+    [[b"\xc1"], [b"", b"{}"], [b'{"type": "generate"'], [body(secret=1)], [body(prompt="x" * 5000)]],
+    ids=["garbage", "two frames", "truncated", "unknown field", "5,000 bytes"],
+)
+def test_what_strangers_send_is_told_no_one(served: Daemon, frames: list[bytes]) -> None:
+    with Peer(served.config.server.submit) as peer:
+        peer.raw(*frames)
+        reply = peer.receive()
+    assert (reply["code"], reply["message"]) == ("unauthenticated", "no valid credential")
+
+
+def test_a_stranger_that_sends_much_is_shut(served: Daemon) -> None:
+    with Peer(served.config.server.submit) as peer:
+        peer.raw(body(prompt="x" * 5000))
+        assert peer.receive()["code"] == "unauthenticated"
+        wait_until(lambda: try_hello(peer))
+
+
+def try_hello(peer: Peer) -> bool:
+    """Whether this peer's connection, or the one after it, is listened to."""
+    peer.send("hello", v=1, token=token("acme"))
+    try:
+        return peer.receive(0.1)["type"] == "hello"
+    except AssertionError:
+        return False
+
+
+def test_a_stranger_is_told_which_versions_there_are(served: Daemon) -> None:
+    with Peer(served.config.server.submit) as peer:
+        assert peer.ask("hello", v=2, token="x")["code"] == "unsupported"
+
+
 def test_each_wrong_credential_is_answered_later_than_the_one_before(served: Daemon) -> None:
     waits = []
     with Peer(served.config.server.submit) as peer:
