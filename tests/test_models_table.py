@@ -70,6 +70,18 @@ def test_every_model_file_of_mlx_lm_is_tried_or_named() -> None:
     assert all(name in DOCUMENT.read_text() for name in NOT_TRIED)
 
 
+def test_the_readme_counts_what_the_document_lists() -> None:
+    served = [line.split(" | ")[2] for line in lines()[2:]]
+    counts = {
+        start: sum(text.startswith(start) for text in served) for start in ("batched", "one row", "refused")
+    }
+    assert sum(counts.values()) == len(MODELS)
+    assert (
+        f"Of {len(MODELS)} text model files of mlx-lm that were tried, {counts['batched']} run batched, "
+        f"{counts['one row']} a row at a time and {counts['refused']} are refused"
+    ) in (DOCUMENT.parents[1] / "README.md").read_text()
+
+
 def test_what_is_wrong_shows() -> None:
     line = str(Verdict("x", ("full",), "batched", ("gathered",), ("yes", "**no**", "yes", "yes")))
     assert line == "| x | full | batched | gathered | yes | **no** | yes | yes |"
