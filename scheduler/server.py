@@ -107,7 +107,6 @@ class Server:
             "draining open=%d timeout_s=%s", frontend.desk.num_open, self._config.server.drain_timeout_s
         )
         await self._until_idle(frontend)
-        logger.info("drained open=%d", frontend.desk.num_open)
         return 1 if self._failed else 0
 
     def _tell_ready(self, info: RunnerInfo, metrics: str) -> None:

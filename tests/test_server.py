@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -418,6 +419,25 @@ def test_status_shows_a_tenant_itself_and_an_operator_everyone(tmp_path: Path) -
     assert everyone.model == "fake"
     assert everyone.kv_reserved_bytes > 0
     assert everyone.last_step_age_s is not None
+
+
+def test_the_log_says_what_is_served_and_how_it_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="mlxd"), daemon(tmp_path) as served:
+        server = served.config.server
+    told = [record.getMessage() for record in caplog.records if record.module == "server"]
+    ready = f"ready model=fake device=none tenants=3 submit={server.submit} control={server.control} metrics="
+    assert re.fullmatch(re.escape(ready) + r"http://127\.0\.0\.1:[1-9]\d*/metrics", told[0])
+    assert (told[1].split()[0], told[2:]) == ("draining", ["ended exit_code=0"])
+
+
+def test_a_tenants_tokens_and_the_uptime_are_in_the_status(tmp_path: Path) -> None:
+    with daemon(tmp_path) as served, served.client("acme") as client:
+        client.generate("hi", SamplingParams(max_tokens=5, ignore_eos=True))
+        status = client.status()
+    assert status.tenants["acme"].generated_tokens == 5
+    assert status.uptime_s > 0
 
 
 def test_metrics_and_health_are_served_beside(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def starting(config: Config, folder: Path) -> Iterator[tuple["subprocess.Popen[b
 @pytest.mark.parametrize(
     ("stage", "number"), [("load", signal.SIGTERM), ("tune", signal.SIGINT), ("trace", signal.SIGTERM)]
 )
-def test_a_signal_while_the_model_loads_ends_the_process_with_one_line(
+def test_a_signal_while_the_model_loads_ends_the_process_and_says_so(
     config: Config, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
     with starting(config, tmp_path) as (process, log):
@@ -137,8 +137,9 @@ def test_a_signal_while_the_model_loads_ends_the_process_with_one_line(
         process.send_signal(number)
         assert process.wait(WAIT_S) == 0, log()
         lines = [line for line in log().splitlines() if not line.startswith("mlxd: ")]
-    assert len(lines) == 1, lines
+    assert len(lines) == 2, lines
     assert "draining" in lines[0]
+    assert lines[1].endswith("ended exit_code=0")
     assert "mlxd: trace 100%" not in log()
 
 
