@@ -111,22 +111,29 @@ _TYPES: dict[str, type] = {str(kind.__struct_config__.tag): kind for kind in get
 _VALIDATION = re.compile(r"(?P<problem>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
 _NAMED_FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<name>[^`]*)`")
 _ANY_KEY = "[...]"
+MAX_NAME_LENGTH = 64
+"""A client's own field names are told back so far."""
 
 
 def _invalid_param(text: str, kind: type) -> ProtocolError:
     """From msgspec's "Expected `int`, got `str` - at `$.sampling.seed`"; it never quotes values."""
     found = _VALIDATION.fullmatch(text)
     assert found is not None
-    problem, path = found["problem"], (found["path"] or "").removesuffix(_ANY_KEY)
+    problem, path = found["problem"], _cut((found["path"] or "").removesuffix(_ANY_KEY))
     named = _NAMED_FIELD.fullmatch(problem)
     if named is None:
         problem = problem.replace("`", "")
         return ProtocolError("invalid_param", f"{path}: {problem}" if path else problem, field=path)
-    field = f"{path}.{named['name']}" if path else named["name"]
+    name = _cut(named["name"])
+    field = f"{path}.{name}" if path else name
     if named["fault"] == "missing required":
         return ProtocolError("invalid_param", f"{field} is missing", field=field)
-    hint = _hint(named["name"], kind, path)
+    hint = _hint(name, kind, path)
     return ProtocolError("invalid_param", f"{field} is not a field; {hint}", field=field)
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= MAX_NAME_LENGTH else f"{name[:MAX_NAME_LENGTH]}..."
 
 
 def _hint(name: str, kind: type, path: str) -> str:

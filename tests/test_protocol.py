@@ -293,3 +293,15 @@ def test_a_field_that_is_none_is_told_with_what_was_meant(fields: dict[str, obje
     with pytest.raises(ProtocolError) as caught:
         decode(frame, 2**20)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [GENERATE | {"p" * 100_000: 1}, GENERATE | {"sampling": {"p" * 100_000: 1}}],
+    ids=["top", "nested"],
+)
+def test_names_that_a_client_made_up_are_told_back_cut(body: dict[str, object]) -> None:
+    error = refusal(msgspec.msgpack.encode(body))
+    assert "p" * 64 + "..." in error.field
+    assert "p" * 65 not in str(error)
+    assert len(str(error)) < 400
