@@ -4,6 +4,7 @@ import json
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_CONNECTIONS = 32
-_IO_TIMEOUT_S = 10.0
+_DEADLINE_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 
@@ -89,7 +90,10 @@ def _split(address: str) -> tuple[str, int]:
 
 
 class _Server(ThreadingMixIn, TCPServer):
-    """A daemon thread a connection, at most `_MAX_CONNECTIONS`; more are closed unanswered."""
+    """A daemon thread a connection, each for `_DEADLINE_S` at most.
+
+    With `_MAX_CONNECTIONS` open the oldest makes way for a new one: who sends nothing shuts nobody out.
+    """
 
     allow_reuse_address = True
     daemon_threads = True
@@ -105,31 +109,49 @@ class _Server(ThreadingMixIn, TCPServer):
         self.address_family = family
         self.registry = registry
         self.health = health
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, float] = {}
+        self._ending: set[socket.socket] = set()
         self._changed = Condition()
         super().__init__(address, _Handler)
 
     def verify_request(self, request: _Request, client_address: object) -> bool:
         assert isinstance(request, socket.socket)
         with self._changed:
-            if len(self._open) >= _MAX_CONNECTIONS:
+            if len(self._ending) >= _MAX_CONNECTIONS:
                 return False
-            self._open.add(request)
+            if len(self._open) >= _MAX_CONNECTIONS:
+                self._end(next(iter(self._open)))
+            self._open[request] = time.monotonic()
             return True
+
+    def service_actions(self) -> None:
+        """Called by `serve_forever` once a connection and once a poll."""
+        with self._changed:
+            opened_before = time.monotonic() - _DEADLINE_S
+            for connection in [c for c, opened_at in self._open.items() if opened_at < opened_before]:
+                self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        """Its thread sees the end of the stream and closes it."""
+        del self._open[connection]
+        self._ending.add(connection)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def close_request(self, request: _Request) -> None:
         with self._changed:
-            self._open -= {request}
+            assert isinstance(request, socket.socket)
+            self._open.pop(request, None)
+            self._ending.discard(request)
             self._changed.notify_all()
         super().close_request(request)
 
     def cut_off(self) -> None:
         """Shut open connections and wait for their threads to let go."""
         with self._changed:
-            for connection in self._open:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-            self._changed.wait_for(lambda: not self._open, _CLOSE_TIMEOUT_S)
+            for connection in tuple(self._open):
+                self._end(connection)
+            self._changed.wait_for(lambda: not self._ending, _CLOSE_TIMEOUT_S)
 
     def handle_error(self, request: _Request, client_address: object) -> None:
         error = sys.exception()
@@ -145,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version = "mlxd"
     sys_version = ""
-    timeout = _IO_TIMEOUT_S
+    timeout = _DEADLINE_S
 
     def do_GET(self) -> None:
         match self.path.partition("?")[0]:

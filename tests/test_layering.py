@@ -55,6 +55,7 @@ OWNERS = {
     "time": {
         "batching.mlx_runner",
         "batching.tuning",
+        "metrics.exporter",
         "metrics.prometheus",
         "scheduler.client_verbs",
         "scheduler.engine",

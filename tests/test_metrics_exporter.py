@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -144,18 +144,34 @@ def test_close_ends_all_threads_and_frees_the_port(recorder: PrometheusRecorder)
         assert again.port == exporter.port
 
 
-def test_connections_over_the_limit_are_closed_and_the_next_one_is_served(
-    exporter: Exporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exporter_module, "_MAX_CONNECTIONS", 2)
-    idle = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(2)]
+def idle_connections(port: int, number: int) -> list[socket.socket]:
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(number)]
     for connection in idle:
         connection.sendall(b"GET /met")
-    with closing(socket.create_connection(("127.0.0.1", exporter.port))) as third:
-        assert is_cut_off(third)
-    for connection in idle:
-        connection.close()
-    wait_for(lambda: answers(exporter.port))
+    return idle
+
+
+def test_connections_that_say_nothing_make_way_for_those_that_do(exporter: Exporter) -> None:
+    idle = idle_connections(exporter.port, 40)
+    try:
+        assert fetch(exporter.port, "/healthz")[0] == 200
+        assert is_cut_off(idle[0])
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_a_connection_is_cut_off_at_its_deadline_however_it_trickles(
+    exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter_module, "_DEADLINE_S", 0.3)
+    (trickling,) = idle_connections(exporter.port, 1)
+    began = time.monotonic()
+    with closing(trickling), suppress(OSError):
+        while time.monotonic() < began + 5.0:
+            trickling.sendall(b"x")
+            time.sleep(0.02)
+    assert 0.2 < time.monotonic() - began < 2.0
 
 
 def test_a_client_that_leaves_early_is_not_an_error(
