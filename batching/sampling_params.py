@@ -13,6 +13,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 512
 MAX_SEED = 2**64 - 1
 MAX_VOCAB_SIZE = 2**31 - 1
+MIN_POSITIVE = 1e-6
+"""Less would round to nothing where float32 is computed with."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,11 +23,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         max_tokens: most tokens to generate, >= 1.
         temperature: 0 is greedy; >= 0.
-        top_p: smallest set of tokens whose probability reaches it; (0, 1].
+        top_p: smallest set of tokens whose probability reaches it; [1e-6, 1].
         top_k: keep the k likeliest; 0 keeps all.
         min_p: drop tokens below min_p times the likeliest one's probability; [0, 1].
         repetition_penalty: divides positive logits (multiplies negative ones) of tokens seen in prompt or
-            output; > 0.
+            output; [1e-6, 100].
         presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for generated tokens;
             [-2, 2].
         logit_bias: token id -> added to its logit, [-100, 100].
@@ -57,10 +59,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Raises InvalidParamError that names the field ("sampling.seed"), the value and the range."""
         _int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0, 100)
-        _number("top_p", self.top_p, 0, 1, open_low=True)
+        _number("top_p", self.top_p, MIN_POSITIVE, 1)
         _int("top_k", self.top_k, 0, 2**31 - 1)
         _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_POSITIVE, 100)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
@@ -92,11 +94,10 @@ def _int(field: str, value: int, low: int, high: int) -> None:
         raise InvalidParamError(f"sampling.{field}", value, f"an integer from {low} to {high}")
 
 
-def _number(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+def _number(field: str, value: float, low: float, high: float) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not real or not low <= value <= high or (open_low and value == low):
-        allowed = f"a number {'above' if open_low else 'from'} {low} to {high}"
-        raise InvalidParamError(f"sampling.{field}", value, allowed)
+    if not real or not low <= value <= high:
+        raise InvalidParamError(f"sampling.{field}", value, f"a number from {low:g} to {high}")
 
 
 def _length(field: str, length: int, limit: int) -> None:
