@@ -36,9 +36,13 @@ class Admission:
         if never:
             return Rejected(request.key, "never_fits", never, retryable=False)
         if len(tenant.queue) >= tenant.max_waiting:
-            return self._full(request, f"tenant {tenant.name!r} has", len(tenant.queue), tenant.max_waiting)
+            count = len(tenant.queue)
+            message = (
+                f"tenant {tenant.name!r} has {count} waiting requests; the limit is {tenant.max_waiting}"
+            )
+            return self._full(request, message, count)
         if num_waiting >= self._max_waiting:
-            return self._full(request, "the daemon has", num_waiting, self._max_waiting)
+            return self._full(request, "the daemon's queue is full", num_waiting)
         return None
 
     def _never_fits(self, request: Request, tenant: Tenant) -> str:
@@ -54,10 +58,9 @@ class Admission:
             return f"{asked} may need {worst} bytes of KV; the tenant's share is {tenant.max_kv_bytes}"
         return ""
 
-    def _full(self, request: Request, who: str, count: int, limit: int) -> Rejected:
+    def _full(self, request: Request, message: str, count: int) -> Rejected:
         wait_ms = int(1000 * self._leave_interval_s * max(1, count // 8))
         retry_after_ms = min(max(wait_ms, _RETRY_MIN_MS), _RETRY_MAX_MS)
-        message = f"{who} {count} waiting requests; the limit is {limit}"
         return Rejected(request.key, "queue_full", message, retryable=True, retry_after_ms=retry_after_ms)
 
     def row_left(self, now: float, num_open: int) -> None:

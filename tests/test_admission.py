@@ -56,7 +56,7 @@ def test_the_request_after_a_refused_one_is_served() -> None:
     ("tenant_limit", "global_limit", "accepted", "message"),
     [
         (3, 99, 3, "tenant 'acme' has 3 waiting requests; the limit is 3"),
-        (99, 2, 2, "the daemon has 2 waiting requests; the limit is 2"),
+        (99, 2, 2, "the daemon's queue is full"),
     ],
 )
 def test_a_full_queue_refuses_and_says_when_to_come_back(
