@@ -38,6 +38,13 @@ def test_a_timing_runs_once_and_again_while_there_is_time(
     assert len(seen) == runs
 
 
+@pytest.mark.parametrize(("beat_s", "runs"), [(2.0, 1), (3.0, 3)])
+def test_a_run_that_takes_twice_as_long_as_the_best_is_not_repeated(beat_s: float, runs: int) -> None:
+    times = iter([5.0, 5.0, 5.0])
+    assert tuning.best_s(times.__next__, tuning.TimeBox(100), beat_s) == 5.0
+    assert len(list(times)) == 3 - runs
+
+
 @pytest.mark.parametrize(("pages", "rows", "width"), [(640, 1, 32), (640, 32, 20), (16, 32, 1)])
 def test_rows_are_timed_as_long_as_all_of_them_can_be(pages: int, rows: int, width: int) -> None:
     spec = GroupSpec(name="full", layers=(0,), window=None, page_size=16, bytes_per_token=1)

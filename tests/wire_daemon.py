@@ -168,7 +168,9 @@ class Daemon:
         return Peer(self.config.server.control).hello(tenant)
 
     def client(self, tenant: str = "acme", **options: Any) -> Client:
-        return Client(self.config.server.submit, token=token(tenant), **{"timeout_s": 5.0, "wait_s": 5.0} | options)
+        return Client(
+            self.config.server.submit, token=token(tenant), **{"timeout_s": 5.0, "wait_s": 5.0} | options
+        )
 
     def metric(self, name: str, **labels: str) -> float:
         return self.recorder.registry.get_sample_value(name, labels) or 0.0
