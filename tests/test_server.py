@@ -208,9 +208,9 @@ def test_a_socket_where_nobody_answers_is_a_timeout_that_names_the_endpoint(tmp_
 def test_sampling_out_of_range_is_told_without_a_daemon(tmp_path: Path) -> None:
     with (
         Client(f"ipc://{tmp_path}/nobody", token="t") as client,
-        pytest.raises(InvalidParamError, match=r"sampling\.top_p is 2; it must be a number above"),
+        pytest.raises(InvalidParamError, match=r"sampling\.temperature is -1; it must be a number from 0"),
     ):
-        client.generate("hi", SamplingParams(top_p=2))
+        client.generate("hi", SamplingParams(temperature=-1))
 
 
 def test_an_endpoint_that_is_none_is_named() -> None:
