@@ -15,7 +15,7 @@ from mlxd.scheduler.connections import Connections
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.protocol import encode, kind_of
 from mlxd.scheduler.session import Session
-from mlxd.scheduler.socket_file import claim, owner_only
+from mlxd.scheduler.socket_file import SocketFile
 
 SEND_HIGH_WATER_MARK = 64
 RECEIVE_HIGH_WATER_MARK = 8
@@ -64,7 +64,7 @@ class Door:
         self._socket = _router(context, address, config)
         self._connections = Connections(self._socket, MAX_STRANGERS, self.lose)
         try:
-            _bind(self._socket, address)
+            self._file = _bind(self._socket, address)
         except ConfigError:
             self._connections.close()
             self._socket.close(linger=0)
@@ -176,8 +176,8 @@ class Door:
 
     def close(self) -> None:
         """What the socket took already still goes out for LINGER_MS."""
-        if self.endpoint.startswith("ipc://"):
-            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.remove()
         self._connections.close()
         self._socket.close(linger=LINGER_MS)
 
@@ -197,11 +197,19 @@ def _router(context: zmq.asyncio.Context, address: str, config: ServerConfig) ->
     return socket
 
 
-def _bind(socket: zmq.asyncio.Socket, address: str) -> None:
+def _bind(socket: zmq.asyncio.Socket, address: str) -> SocketFile | None:
+    """Raises ConfigError. The file of an ipc address."""
+    file = None
     if address.startswith("ipc://"):
-        claim(Path(address.removeprefix("ipc://")))
+        file = SocketFile(Path(address.removeprefix("ipc://")))
+        socket.set(zmq.USE_FD, file.listener.fileno())
     try:
-        with owner_only():
-            socket.bind(address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
+        socket.bind(address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
     except zmq.ZMQError as error:
+        if file is not None:
+            file.listener.close()
+            file.remove()
         raise ConfigError(f"{address}: {error.strerror}") from None
+    if file is not None:
+        file.listener.detach()  # libzmq closes it
+    return file

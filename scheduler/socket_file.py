@@ -4,10 +4,12 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxd.scheduler.errors import ConfigError
+
+BACKLOG = 128
 
 
 def claim(path: Path) -> None:
@@ -43,8 +45,41 @@ def _is_live(path: Path) -> bool:
     return True
 
 
+class SocketFile:
+    """A listening Unix socket at a path, readable and writable by its owner alone.
+
+    libzmq is given `listener` and leaves the file to us: it would remove whoever's file is there by then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError: the path is taken, or cannot be used."""
+        claim(path)
+        self._path = path
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _owner_only():
+                self.listener.bind(str(path))
+            self.listener.listen(BACKLOG)
+            self.listener.setblocking(False)
+            self._identity = _identity(path)
+        except OSError as error:
+            self.listener.close()
+            raise ConfigError(f"ipc://{path}: {error.strerror}") from None
+
+    def remove(self) -> None:
+        """Remove the file, unless another daemon put its own there."""
+        with suppress(FileNotFoundError):
+            if _identity(self._path) == self._identity:
+                self._path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
 @contextmanager
-def owner_only() -> Iterator[None]:
+def _owner_only() -> Iterator[None]:
     """Files made inside are readable and writable by their owner alone."""
     before = os.umask(0o177)
     try:

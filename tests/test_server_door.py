@@ -294,6 +294,21 @@ def test_a_live_daemons_socket_is_not_taken_and_a_dead_ones_is(tmp_path: Path) -
     with_door(tmp_path, lambda watched: asyncio.sleep(0))
 
 
+def test_a_closing_door_leaves_the_socket_of_the_daemon_after_it(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        (tmp_path / "door").unlink()
+        after = watched.open()
+        watched.door.close()
+        watched.door = after
+        await asyncio.sleep(0.05)
+        assert (tmp_path / "door").is_socket()
+        with Peer(watched.address) as peer:
+            await watched.arrived(peer)
+
+    with_door(tmp_path, scenario)
+    assert not (tmp_path / "door").exists()
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
