@@ -30,6 +30,7 @@ _PREFIXES = ("", "scipy_")
 _SHIM_SOURCE = Path(__file__).with_name("blas_shim.c")
 _COMPILERS = ("cc", "gcc", "clang", "c++")
 _COMPILE_TIMEOUT_S = 60
+_DIGEST_BYTES = 32
 _FIX = "pip install scipy-openblas32 (needs a C compiler), or apt-get install libopenblas0"
 
 
@@ -154,20 +155,34 @@ def _name(library: ctypes.CDLL, describe: str, path: str) -> str:
 
 
 def _shim() -> Path:
-    """The compiled shim in the user's cache, compiled now where it is missing."""
+    """The compiled shim in the user's cache, compiled now where it is missing or damaged."""
     source = _SHIM_SOURCE.read_bytes()
     key = hashlib.sha256(source + platform.machine().encode()).hexdigest()[:16]
     shim = user_cache_folder() / "blas" / f"shim-{key}.so"
-    if not shim.is_file():
-        try:
+    try:
+        if not _is_whole(shim):
             shim.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=shim.parent) as folder:
                 compiled = Path(folder, shim.name)
                 _compile(compiled)
+                _seal(compiled)
                 publish(compiled, shim)
-        except OSError as error:
-            raise _UnusableError(f"cannot write {shim}: {error}") from error
+    except OSError as error:
+        raise _UnusableError(f"cannot write {shim}: {error}") from error
     return shim
+
+
+def _seal(library: Path) -> None:
+    """Append the digest of what it holds, which the linker does not mind; half a library may crash us."""
+    content = library.read_bytes()
+    library.write_bytes(content + hashlib.sha256(content).digest())
+
+
+def _is_whole(library: Path) -> bool:
+    if not library.is_file():
+        return False
+    sealed = library.read_bytes()
+    return hashlib.sha256(sealed[:-_DIGEST_BYTES]).digest() == sealed[-_DIGEST_BYTES:]
 
 
 def _compile(target: Path) -> None:

@@ -104,6 +104,16 @@ def test_shim_is_compiled_once_by_whoever_comes_first(tmp_path: Path) -> None:
     assert len(list((tmp_path / "blas").iterdir())) == 1
 
 
+@pytest.mark.parametrize("content", [b"", b"\x7fELF nonsense", None], ids=["empty", "nonsense", "cut"])
+def test_damaged_shim_is_compiled_anew(tmp_path: Path, content: bytes | None) -> None:
+    assert "|True|None" in run(REPORT, MLXD_CACHE=str(tmp_path))
+    (shim,) = (tmp_path / "blas").iterdir()
+    whole = shim.read_bytes()
+    shim.write_bytes(whole[:1000] if content is None else content)
+    assert "|True|None" in run(REPORT, MLXD_CACHE=str(tmp_path))
+    assert len(shim.read_bytes()) == len(whole)
+
+
 def test_off_leaves_mlx_as_it_is_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXD_BLAS", "off")
     assert decide() == blas.BlasInfo("reference", None, fast=False, warning=None)
