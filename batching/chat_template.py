@@ -74,7 +74,7 @@ class _GenerationTag(Extension):
 def _source(folder: Path) -> str | None:
     own_file = folder / "chat_template.jinja"
     if own_file.exists():
-        return own_file.read_text(encoding="utf-8")
+        return _read(own_file)
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = read_optional_json_object(folder / name).get("chat_template")
         if isinstance(template, list):  # several, by name
@@ -83,6 +83,15 @@ def _source(folder: Path) -> str | None:
         if isinstance(template, str):
             return template
     return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _check(messages: Sequence[Mapping[str, str]]) -> None:

@@ -26,6 +26,17 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.jinja", "*.txt", "model*.safetensors", "tokenizer.model", "*.tiktoken")
 _LONGEST_REASON = 400
 _PATH = ("model", "path")
+_FAULTS_OF_A_MODEL = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a wrong config or weight raises depends on the model's own code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +166,15 @@ def _build(path: Path) -> tuple[Module, dict[str, Any]]:
     try:
         return mlx_lm.load_model(path, lazy=True)
     # What a wrong config or weight raises depends on the model's own code.
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+        OSError,
+    ) as error:
         raise ModelError(f"{path}: mlx-lm cannot build the model: {_reason(error)}") from error
 
 

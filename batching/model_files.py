@@ -71,6 +71,8 @@ def read_json_object(path: Path) -> dict[str, object]:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # of the JSON or of its encoding
         raise ModelError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelError(f"{path} is nested too deeply") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return content
@@ -88,7 +90,7 @@ def declared_eos_token_ids(folder: Path) -> frozenset[int]:
         for section in _sections(read_optional_json_object(folder / name)):
             declared = section.get("eos_token_id")
             ids = declared if isinstance(declared, list) else [declared]
-            found.update(token for token in ids if isinstance(token, int))
+            found.update(token for token in ids if type(token) is int)
     return frozenset(found)
 
 
@@ -102,7 +104,7 @@ def _positive(config: dict[str, object], keys: tuple[str, ...]) -> int | None:
     for section in _sections(config):
         for key in keys:
             value = section.get(key)
-            if isinstance(value, int) and value > 0:
+            if type(value) is int and value > 0:
                 return value
     return None
 
@@ -140,7 +142,7 @@ def _check_safetensors(path: Path) -> None:
         tensors = json.loads(header)
         end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)
         needed = int(end) + _HEADER_LENGTH_BYTES + header_length
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} is not a safetensors file: its header cannot be read") from error
     if size != needed:
         raise ModelError(f"{path} is damaged: it has {size} bytes, its header says {needed}")

@@ -55,6 +55,8 @@ def test_whole_folder_passes(folder: Path) -> None:
         (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
         (lambda f: (f / "config.json").write_text("{"), r"config\.json is not JSON"),
         (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), r"config\.json is not JSON"),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), r"config\.json is nested too deeply"),
+        (lambda f: set_config(f, vocab_size=True), r"config\.json names no positive 'vocab_size'"),
         (lambda f: (f / "config.json").write_text("[]"), r"config\.json must hold a JSON object, not list"),
         (lambda f: set_config(f, model_type=None), r"config\.json names no 'model_type'"),
         (lambda f: set_config(f, vocab_size=0), r"config\.json names no positive 'vocab_size'"),
@@ -127,6 +129,7 @@ def test_context_length_is_found(
         ({"eos_token_id": 3}, None, {3}),
         ({"eos_token_id": [3, 4]}, {"eos_token_id": 5}, {3, 4, 5}),
         ({"eos_token_id": None}, {"eos_token_id": [6]}, {6}),
+        ({"eos_token_id": [True, 3]}, {"eos_token_id": False}, {3}),
         ({}, None, set()),
     ],
 )

@@ -105,6 +105,7 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"hidden_size": 128}, "shape"),
         ({"num_hidden_layers": 1}, "not in model"),
         ({"num_hidden_layers": 3}, "Missing"),
+        ({"num_attention_heads": 0}, "by zero"),
         ({"model_file": "evil.py"}, "evil.py"),
     ],
 )

@@ -165,6 +165,13 @@ def test_template_is_found_in_each_of_its_places(tmp_path: Path, place: str) -> 
     assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "right"
 
 
+def test_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, {})
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is not UTF-8 text"):
+        Tokenizer.load(folder)
+
+
 @pytest.mark.parametrize("content", ["", "{}", "not json"])
 def test_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
