@@ -1,8 +1,18 @@
-"""Makes `mlxd` importable from a bare checkout; an installed package is used as it is."""
+"""Makes `mlxd` importable from a bare checkout; an installed package is used as it is.
 
+Where CI is set, hypothesis draws the same examples each time: a run that fails, fails again.
+"""
+
+import os
 import sys
 import types
 from pathlib import Path
+
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("here", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 try:
     import mlxd.scheduler  # noqa: F401
