@@ -13,8 +13,11 @@ from wire_daemon import daemon, token
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_STRING_BYTES
+from mlxd.scheduler.door import HELLO_WITHIN_S, MAX_STRANGERS
+from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_NODES, MAX_STRING_BYTES, MAX_TOTAL_ITEMS
+from mlxd.scheduler.frontend import MAX_STRANGER_BYTES
 from mlxd.scheduler.protocol import decode, decode_reply, kind_of
+from mlxd.scheduler.reading import TURN_S
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 TEXT = PAGE.read_text()
@@ -69,6 +72,12 @@ def test_limits_are_the_codes() -> None:
     assert "1 MiB (`max_string_bytes`)" in TEXT
     assert f"{MAX_ITEMS:,} (`max_items`)" in TEXT
     assert f"| nesting | {MAX_DEPTH} (`max_depth`)" in TEXT
+    assert f"of a message together | {MAX_TOTAL_ITEMS:,} |" in TEXT
+    assert f"of a message together | {MAX_NODES:,} |" in TEXT
+    assert f"| message before hello | {MAX_STRANGER_BYTES:,} bytes |" in TEXT
+    assert f"connections without hello on a socket | {MAX_STRANGERS} |" in TEXT
+    assert f"closed after {HELLO_WITHIN_S:g} seconds" in TEXT
+    assert f"more than {TURN_S * 1000:g} ms" in TEXT
 
 
 def test_every_code_of_the_sources_is_listed() -> None:
