@@ -113,7 +113,11 @@ def load_runner(
         eos_token_ids=loaded.eos_token_ids,
         device=device_name(),
         compiled=compile != "off",
-        notes={"device": device_name(), "blas": blas.name, "dtype": str(loaded.dtype).removeprefix("mlx.core.")},
+        notes={
+            "device": device_name(),
+            "blas": blas.name,
+            "dtype": str(loaded.dtype).removeprefix("mlx.core."),
+        },
     )
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
