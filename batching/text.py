@@ -24,7 +24,12 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Tokenizer:
-    """A model folder's tokenizer, with its chat template and its end-of-text tokens."""
+    """A model folder's tokenizer, with its chat template and its end-of-text tokens.
+
+    Attributes:
+        vocab_size: highest token id + 1.
+        max_token_chars: characters of text that one token stands for at most; None where no bound is known.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class Tokenizer:
         self._bos_id = backend.token_to_id(self._bos) if self._bos else None
         eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids = eos_token_ids | ({eos_id} if eos_id is not None else set())
+        self.max_token_chars = _max_token_chars(backend)
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self._special = special_token_ids(backend)
         self._token_bytes = TokenBytes(backend) if _is_byte_level(backend) else None
@@ -132,6 +138,16 @@ def _read_backend(folder: Path) -> Backend:
 
 def _is_byte_level(backend: Backend) -> bool:
     return isinstance(backend.decoder, decoders.ByteLevel)
+
+
+def _max_token_chars(backend: Backend) -> int | None:
+    """A normalizer may shrink the text, and an added token may swallow the spaces beside it."""
+    added = backend.get_added_tokens_decoder().values()
+    if not _is_byte_level(backend) or backend.normalizer is not None:
+        return None
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    return max(len(token) for token in backend.get_vocab(with_added_tokens=True))
 
 
 def _content(token: object) -> str:

@@ -17,7 +17,7 @@ from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import InvalidParamError, MlxdError, RejectedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
-from mlxd.scheduler.intake import check_request, is_long, prompt_ids
+from mlxd.scheduler.intake import check_length, check_request, is_long, prompt_ids
 from mlxd.scheduler.session import Session
 
 RETRY_MS = 1_000
@@ -79,6 +79,7 @@ class Desk:
         try:
             served = self._check_room(session, key)
             check_request(message, served.info.vocab_size)
+            check_length(message, served.tokenizer, served.info.memory.max_model_len)
         except MlxdError as error:
             self._refuse(session, key, error)
             return

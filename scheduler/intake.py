@@ -5,7 +5,7 @@ import logging
 from msgspec import UNSET
 
 from mlxd.batching.text import Tokenizer
-from mlxd.scheduler.errors import InvalidParamError, InvalidPromptError, RequestFailedError
+from mlxd.scheduler.errors import InvalidParamError, InvalidPromptError, RejectedError, RequestFailedError
 from mlxd.scheduler.messages import Generate
 
 logger = logging.getLogger(__name__)
@@ -16,12 +16,8 @@ INLINE_TURNS = 16
 
 
 def is_long(message: Generate) -> bool:
-    if message.prompt is not UNSET:
-        return len(message.prompt) > INLINE_CHARS
-    if message.messages is not UNSET:
-        num_chars = sum(len(turn.role) + len(turn.content) for turn in message.messages)
-        return len(message.messages) > INLINE_TURNS or num_chars > INLINE_CHARS
-    return False
+    num_turns = 0 if message.messages is UNSET else len(message.messages)
+    return num_turns > INLINE_TURNS or _num_chars(message) > INLINE_CHARS
 
 
 def check_request(message: Generate, vocab_size: int) -> None:
@@ -34,6 +30,24 @@ def check_request(message: Generate, vocab_size: int) -> None:
         bad = next((token for token in message.token_ids if not 0 <= token < vocab_size), None)
         if bad is not None:
             raise InvalidPromptError(f"token_ids has {bad}; token ids are from 0 to {vocab_size - 1}")
+
+
+def check_length(message: Generate, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Raises RejectedError, never_fits, for a text so long that the context cannot hold it."""
+    if tokenizer.max_token_chars is None:
+        return
+    num_chars = _num_chars(message)
+    if num_chars > tokenizer.max_token_chars * max_model_len:
+        text = f"a text of {num_chars} characters is beyond a context of {max_model_len} tokens"
+        raise RejectedError("never_fits", text, retryable=False)
+
+
+def _num_chars(message: Generate) -> int:
+    if message.prompt is not UNSET:
+        return len(message.prompt)
+    if message.messages is not UNSET:
+        return sum(len(turn.content) for turn in message.messages)
+    return 0
 
 
 def prompt_ids(message: Generate, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -92,6 +92,10 @@ FRAMES: dict[str, tuple[list[bytes], dict[str, Any]]] = {
         {"type": "error", "code": "invalid_prompt", "id": "r"},
     ),
     "never fits": ([sampling(max_tokens=600)], {"reason": "never_fits", "retryable": False, "id": "r"}),
+    "text never fits": (
+        [body(prompt="x" * 20_000)],
+        {"reason": "never_fits", "message": "a text of 20000 characters is beyond a context of 512 tokens"},
+    ),
     "cancel unknown": (
         [msgspec.msgpack.encode({"type": "cancel", "id": "r"})],
         {"type": "ok", "id": "r", "result": "not_found"},

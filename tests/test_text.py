@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from text_tokenizers import SPECIAL, byte_level, space_marked
-from tokenizers import processors
+from tokenizers import AddedToken, normalizers, processors
 
 from mlxd.batching.chat_template import ChatTemplate
 from mlxd.batching.errors import InvalidPromptError, ModelError
@@ -163,6 +163,26 @@ def test_template_is_found_in_each_of_its_places(tmp_path: Path, place: str) -> 
         (folder / place).write_text("right")
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "right"
+
+
+def test_a_token_stands_for_so_many_characters_at_most() -> None:
+    tokenizer = Tokenizer(byte_level(), special_tokens={})
+    most = tokenizer.max_token_chars
+    assert most is not None
+    for text in ("<tool call>" * 3, "The quick brown fox jumps", "你好，世界。", " " * 100, "\n\n\n"):
+        assert len(text) <= most * len(tokenizer.encode(text))
+    assert 11 <= most < 32
+    assert Tokenizer(space_marked(), special_tokens={}).max_token_chars is None
+
+
+@pytest.mark.parametrize("change", ["normalizer", "added token"])
+def test_no_bound_is_known_where_text_may_shrink(change: str) -> None:
+    backend = byte_level()
+    if change == "normalizer":
+        backend.normalizer = normalizers.NFKC()
+    else:
+        backend.add_tokens([AddedToken("<end>", rstrip=True)])
+    assert Tokenizer(backend, special_tokens={}).max_token_chars is None
 
 
 def test_template_that_is_no_text_is_named(tmp_path: Path) -> None:
