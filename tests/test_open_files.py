@@ -1,14 +1,18 @@
 """Connections are open files: the limit is raised where it can be, and told where it does not do."""
 
+import asyncio
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from wire_daemon import config
 
 from mlxd.scheduler import open_files
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.open_files import allow_open_files, check_open_files
+from mlxd.scheduler.server import Server
 
 ENDLESS = resource.RLIM_INFINITY
 
@@ -46,6 +50,13 @@ def test_clients_that_need_more_files_than_there_may_be_are_a_configuration_erro
     check_open_files(256, 256, 2048)
     with pytest.raises(ConfigError, match=r"server.max_clients is 5000; a limit of 4096 open files .* 1536"):
         check_open_files(5000, 256, 4096)
+
+
+def test_a_daemon_with_too_many_clients_does_not_start(tmp_path: Path) -> None:
+    server = Server(config(tmp_path, max_clients=2**20))
+    with pytest.raises(ConfigError, match=r"server.max_clients is 1048576; .* open files"):
+        asyncio.run(server.serve(handle_signals=False))
+    assert not any(tmp_path.iterdir())
 
 
 def test_mlx_lm_leaves_the_limit_as_it_is() -> None:

@@ -3,10 +3,12 @@
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from wire_daemon import Daemon, Peer, daemon, runner, token, wait_until
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import frontend
+from mlxd.scheduler.door import MAX_STRANGERS
 from mlxd.scheduler.messages import ClientMessage
 from mlxd.scheduler.protocol import decode
 from mlxd.scheduler.reading import LARGE_BYTES
@@ -147,6 +150,36 @@ def test_a_client_that_never_reads_loses_its_requests_alone(tmp_path: Path) -> N
         assert "slow_client" in ends.values()
         slow.send("generate", id="again", prompt="hi", sampling={"max_tokens": 5})
         assert slow.until_terminal("again")[-1]["type"] == "done"
+
+
+def test_connections_that_say_nothing_shut_nobody_out(tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, runner=runner(0.002)) as served,
+        served.client("acme") as client,
+        ExitStack() as silent,
+    ):
+        path = served.config.server.submit.removeprefix("ipc://")
+        connections = [silent.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3 * MAX_STRANGERS)]
+        stream = client.stream("hi", SamplingParams(max_tokens=100))
+        next(stream)
+        for connection in connections:
+            connection.connect(path)
+        assert sum(len(chunk.token_ids) for chunk in stream) >= 99
+        wait_until(lambda: sum(is_open(connection) for connection in connections) <= MAX_STRANGERS)
+        with served.submit("beta") as other:
+            assert other.ask("ping")["type"] == "pong"
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Skips what ZMTP greets with."""
+    try:
+        while connection.recv(64, socket.MSG_DONTWAIT):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        pass
+    return False
 
 
 def test_2000_broken_frames_disturb_no_one(tmp_path: Path) -> None:
