@@ -13,7 +13,9 @@ LARGE_BYTES = 2**13
 TURN_S = 0.005
 """How long messages may be handled at a stretch before everyone else has a turn."""
 REST = 3
-"""A session whose message took longer than a turn is not read for so many times as long."""
+"""A session whose message took longer than a turn is not read for so many times as long, ..."""
+MAX_REST_S = 0.1
+"""... up to this: the door may wait for it."""
 MAX_QUEUED_BYTES = 2**20
 """What a session may have sent ahead; with more, the door itself waits for it."""
 
@@ -97,4 +99,4 @@ class Reader:
         began = loop.time()
         await self._take(session, frames)
         took_s = loop.time() - began
-        return REST * took_s if took_s > TURN_S else 0.0
+        return min(REST * took_s, MAX_REST_S) if took_s > TURN_S else 0.0
