@@ -92,6 +92,7 @@ def test_what_was_being_read_when_its_client_left_is_dropped(
         with served.submit() as leaving:
             leaving.send(**message)
             assert arrived.wait(5.0)
+            wait_until(lambda: served.metric("mlxd_clients_connected") == 1)
         wait_until(lambda: served.metric("mlxd_clients_connected") == 0)
         resume.set()
         wait_until(lambda: served.metric("mlxd_zmq_bad_messages_total", reason="ignored") == 1)
