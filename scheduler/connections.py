@@ -1,6 +1,8 @@
 """Who is connected to a ROUTER socket, from accept to close, as libzmq's monitor tells it."""
 
 import asyncio
+import ctypes
+import secrets
 import socket
 import struct
 from collections.abc import Callable
@@ -19,6 +21,14 @@ _AUTO_ID_BYTES = 5
 def is_own_id(peer: bytes) -> bool:
     """Whether the peer set its routing id itself; those of libzmq are a NUL and a count."""
     return len(peer) != _AUTO_ID_BYTES or peer[0] != 0
+
+
+def scatter_ids() -> None:
+    """Let the routing ids of the next ROUTER begin at a number that nobody can tell.
+
+    libzmq takes it from C's `rand`, which nobody seeds, and aborts where a peer claimed the next one first.
+    """
+    ctypes.CDLL(None).srand(secrets.randbits(32))
 
 
 class Connections:

@@ -11,7 +11,7 @@ import zmq.asyncio
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import ServerConfig, TenantConfig
-from mlxd.scheduler.connections import Connections
+from mlxd.scheduler.connections import Connections, scatter_ids
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.protocol import encode, kind_of
 from mlxd.scheduler.session import Session
@@ -183,6 +183,7 @@ class Door:
 
 
 def _router(context: zmq.asyncio.Context, address: str, config: ServerConfig) -> zmq.asyncio.Socket:
+    scatter_ids()
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.MAXMSGSIZE, config.max_message_bytes)

@@ -1,6 +1,7 @@
 """A door never blocks and never keeps more for a peer than it may."""
 
 import asyncio
+import ctypes
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -227,6 +228,19 @@ def test_a_routing_id_taken_over_is_not_the_session_of_the_one_who_left(tmp_path
         assert not watched.door.clients
 
     with_door(tmp_path, scenario)
+
+
+def test_nobody_can_tell_the_next_automatic_id(tmp_path: Path) -> None:
+    ids = set()
+
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address) as peer:
+            ids.add((await watched.arrived(peer)).peer)
+
+    for _ in range(2):
+        ctypes.CDLL(None).srand(1)
+        with_door(tmp_path, scenario)
+    assert len(ids) == 2
 
 
 class RawPeer(Peer):
