@@ -1,21 +1,27 @@
 """A runner without a model: deterministic tokens, and every rule of a plan checked."""
 
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan, StepResult, TokenLogprobs
+from mlxd.batching.plan import (
+    DecodeEntry,
+    PrefillChunk,
+    RestoredPage,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from mlxd.batching.plan_rules import PlanError, check_plan
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
-from mlxd.caches.page_pool import SCRATCH_PAGE
+from mlxd.caches.persistence import PageFormat, PlaneSpec, split_payload
 from mlxd.caches.sizing import GroupPlan, GroupSpec, MemoryPlan
 
 _MASK = 2**64 - 1
 _START = 0x243F6A8885A308D3
-
-
-class PlanError(AssertionError):
-    """A plan broke a rule of the seam between scheduler and runner."""
 
 
 def fake_memory(
@@ -122,6 +128,7 @@ class FakeRunner:
             device="none",
             compiled=False,
             notes={"runner": "fake"},
+            fingerprint="fake",
         )
         self.resume = threading.Event()
         self.closed = False
@@ -146,10 +153,12 @@ class FakeRunner:
         if plan.step_id == self._fail_at_step:
             raise RuntimeError(f"step {plan.step_id} fails as asked")
         if self._checks:
-            _check_plan(plan)
+            check_plan(plan)
         for pages, scrubbed in zip(self._pages, plan.scrub, strict=True):
             for page in scrubbed:
                 pages.pop(page, None)
+        for restored in plan.restored:
+            self._restore(restored)
         for row_id in plan.left:
             if self._rows.pop(row_id, None) is None:
                 raise PlanError(f"step {plan.step_id}: row {row_id} left and was in no step")
@@ -237,6 +246,29 @@ class FakeRunner:
     def maintain(self) -> bool:
         return False
 
+    @property
+    def page_format(self) -> PageFormat:
+        specs = [group.spec for group in self.info.memory.groups]
+        planes = tuple(PlaneSpec(spec.name, "U64", (spec.page_size,)) for spec in specs)
+        return PageFormat("fake", "fake", specs[0].page_size, 0, planes)
+
+    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
+        """Hashes of the pages' positions; a page that is not full must never be shared."""
+        payloads = []
+        for ids in pages:
+            held = [self._pages[group].get(page, [0]) for group, page in enumerate(ids)]
+            if self._checks and not all(map(all, held)):
+                raise PlanError(f"pages {ids} are exported and are not full")
+            payloads.append(b"".join(array("Q", page).tobytes() for page in held))
+        return payloads
+
+    def _restore(self, restored: RestoredPage) -> None:
+        parts = split_payload(self.page_format.planes, restored.payload)
+        for pages, page, part in zip(self._pages, restored.pages, parts, strict=True):
+            if self._checks and page in pages:
+                raise PlanError(f"page {page} is restored and was not scrubbed")
+            pages[page] = array("Q", bytes(part)).tolist()
+
     def counters(self) -> RunnerCounters:
         return RunnerCounters(eager_steps=self._num_steps)
 
@@ -254,38 +286,3 @@ class FakePendingStep:
 
     def wait(self) -> StepResult:
         return self._wait(self.plan, self._result)
-
-
-def _spans(plan: StepPlan) -> list[tuple[Row, int, int]]:
-    """Rows of a step and the positions [start, end) it writes of each."""
-    decoded = [(entry.row, entry.position, entry.position + 1) for entry in plan.decode]
-    return decoded + [(chunk.row, chunk.start, chunk.end) for chunk in plan.prefill]
-
-
-def _pages_of(row: Row, group: int, start: int, end: int) -> list[int]:
-    """Pages of the row's table that hold positions [start, end)."""
-    table = row.tables[group]
-    size, first = table.spec.page_size, table.first_page
-    return table.pages[max(0, start // size - first) : max(0, -(-end // size) - first)]
-
-
-def _check_plan(plan: StepPlan) -> None:
-    """Rules that need no history: each row once, chunks that hold their tokens, no shared page written."""
-    rows = [entry.row for entry in plan.decode] + [chunk.row for chunk in plan.prefill]
-    ids = [row.row_id for row in rows]
-    if len(set(ids)) != len(ids):
-        raise PlanError(f"step {plan.step_id}: a row is in it twice: {sorted(ids)}")
-    if set(ids) & set(plan.left):
-        raise PlanError(f"step {plan.step_id}: rows {set(ids) & set(plan.left)} left and are in it")
-    for chunk in plan.prefill:
-        if not 0 <= chunk.start < chunk.end or len(chunk.tokens) != chunk.num_tokens:
-            raise PlanError(
-                f"row {chunk.row.row_id}: chunk {chunk.start}..{chunk.end}, {len(chunk.tokens)} tokens"
-            )
-    for group in range(len(plan.scrub)):
-        written = [page for row, start, end in _spans(plan) for page in _pages_of(row, group, start, end)]
-        reused = {page for row in rows for page in _pages_of(row, group, 0, row.num_reused)}
-        if len(set(written)) != len(written) or SCRATCH_PAGE in written or reused & set(written):
-            raise PlanError(
-                f"step {plan.step_id}: a page of group {group} that two rows hold, or scratch, is written"
-            )

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
 from mlxd.batching.errors import ModelError
+from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
@@ -118,6 +119,7 @@ def load_runner(
             "blas": blas.name,
             "dtype": str(loaded.dtype).removeprefix("mlx.core."),
         },
+        fingerprint=fingerprint(loaded.path),
     )
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))

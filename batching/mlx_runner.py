@@ -13,7 +13,7 @@ from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
 from mlxd.batching.memory import main_dtype
-from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan, StepResult
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, RowResult, StepPlan, StepResult
 from mlxd.batching.prefill import cohorts, prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
@@ -22,6 +22,8 @@ from mlxd.batching.sampler_state import Draw
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.composite import Composite
 from mlxd.caches.kinds import Layer
+from mlxd.caches.page_io import PageArrays
+from mlxd.caches.persistence import PageFormat
 from mlxd.caches.row_group import RowGroup, row_bucket
 from mlxd.caches.sizing import MemoryPlan
 
@@ -103,6 +105,7 @@ class MlxRunner:
         ]
         self._paths = [layer.path for layer in layers]
         self._whole = Composite(self._caches, self._paths)
+        self._page_arrays = PageArrays(self._caches, self._layer_groups)
         self._whole.signature()  # raises before any row runs where a kind cannot say what it is
         self._may_pad = not any(group.spec.state_bytes for group in memory.groups)
         self.step = DecodeStep(model, self._caches, self._paths, self._groups)
@@ -152,6 +155,7 @@ class MlxRunner:
             IndexError: a row's position is outside its pages. Nothing was launched for it.
         """
         self._scrub(plan.scrub)
+        self._restore(plan.restored)
         draw, compiled = self._decode(plan.decode) if plan.decode else (None, False)
         roots = self._prefill(plan.prefill)
         return MlxStep(self, plan, draw, roots, compiled)
@@ -163,6 +167,10 @@ class MlxRunner:
                 for cache, at in zip(self._caches, self._layer_groups, strict=True):
                     if at == group:
                         cache.scrub(index)
+
+    def _restore(self, restored: Sequence[RestoredPage]) -> None:
+        if restored:
+            self._page_arrays.write([page.pages for page in restored], [page.payload for page in restored])
 
     def _decode(self, entries: Sequence[DecodeEntry]) -> tuple[Draw, bool]:
         # A graph is shared by all batches of its bucket; an eager step need not pay for idle rows.
@@ -226,6 +234,20 @@ class MlxRunner:
             self.trace(bucket.num_rows, bucket.widths, _params_with(bucket.sampling))
             self.step.wanted.pop(bucket, None)
         return bool(self.step.wanted)
+
+    @property
+    def page_format(self) -> PageFormat:
+        return PageFormat(
+            model=self.info.fingerprint,
+            signature=self.signature,
+            page_size=self._memory.groups[0].spec.page_size,
+            floor=self._whole.minimum_reusable_offset,
+            planes=self._page_arrays.planes,
+        )
+
+    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
+        """Payloads of these pages; waits for the steps that were launched."""
+        return self._page_arrays.read(pages)
 
     def counters(self) -> RunnerCounters:
         step = self.step

@@ -25,6 +25,16 @@ class PrefillChunk:
         return self.end - self.start
 
 
+class RestoredPage(msgspec.Struct, frozen=True):
+    """A page that was computed before and comes from elsewhere: page ids, one a group, and its content.
+
+    `payload` is what `Runner.export_pages` made of the page.
+    """
+
+    pages: tuple[int, ...]
+    payload: memoryview
+
+
 class DecodeEntry(msgspec.Struct, frozen=True):
     """One position of a row: feed its input token, write K and V at `position`, draw token `output_index`.
 
@@ -50,6 +60,7 @@ class StepPlan:
         prefill: chunks, at most one a row; run after `decode`, none of their rows is in it.
         scrub: per group, pages to zero before anything is written.
         left: ids of rows that were in an earlier plan and will be in no later one.
+        restored: pages to fill once all were scrubbed, before anything is computed.
     """
 
     step_id: int
@@ -57,6 +68,7 @@ class StepPlan:
     prefill: tuple[PrefillChunk, ...] = ()
     scrub: tuple[tuple[int, ...], ...] = ()
     left: tuple[int, ...] = ()
+    restored: tuple[RestoredPage, ...] = ()
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -1,10 +1,11 @@
 """The seam between deciding and computing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlxd.batching.plan import StepPlan, StepResult
+from mlxd.caches.persistence import PageFormat
 from mlxd.caches.sizing import MemoryPlan
 
 
@@ -26,6 +27,7 @@ class RunnerInfo:
     Attributes:
         max_batch: rows it may step together; 1 for a model that failed the ragged self-test.
         notes: facts for people (device, BLAS, attention by row bucket, why a model is not batched).
+        fingerprint: tells the weights from any other's.
     """
 
     model: str
@@ -36,6 +38,7 @@ class RunnerInfo:
     device: str
     compiled: bool
     notes: dict[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,15 @@ class Runner(Protocol):
         Returns:
             Whether more is left.
         """
+        ...
+
+    @property
+    def page_format(self) -> PageFormat:
+        """What a page's payload holds."""
+        ...
+
+    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
+        """Payloads of these pages, each a page id a group, as launched steps leave them; waits for these."""
         ...
 
     def counters(self) -> RunnerCounters: ...

@@ -15,7 +15,8 @@ _UNITS = {
     "tib": 2**40,
 }
 _TEXT = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([KMGT]i?B)", re.IGNORECASE | re.ASCII)
-ALLOWED_BUDGETS = 'bytes from 1 MiB on (1073741824, "8GiB", "512MiB") or a fraction above 0 up to 1 (0.6)'
+ALLOWED_SIZES = 'bytes from 1 MiB on (1073741824, "8GiB", "512MiB")'
+ALLOWED_BUDGETS = f"{ALLOWED_SIZES} or a fraction above 0 up to 1 (0.6)"
 
 
 def check_budget(value: str | int | float) -> None:
@@ -47,6 +48,14 @@ def parse_budget(value: str | int | float, device_free_bytes: int) -> int:
             f"is {value!r}, {size} bytes; it must be from {MIN_BYTES} bytes "
             f"to the {device_free_bytes} bytes that are free after the weights"
         )
+    return size
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes; raises ValueError for less than 1 MiB or what is no size."""
+    size = _size_bytes(value)
+    if size is None or size < MIN_BYTES:
+        raise ValueError(f"is {value!r}; it must be {ALLOWED_SIZES}")
     return size
 
 

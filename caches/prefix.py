@@ -1,13 +1,14 @@
 """Full pages that outlive their rows, found again by the tokens that led to them."""
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import PageTable
+from mlxd.caches.persistence import PageName
 from mlxd.caches.sizing import GroupSpec
 
 _KEY_BYTES = 32
@@ -25,7 +26,7 @@ def why_not_reusable(specs: Sequence[GroupSpec]) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class PrefixEntry:
     """One full page of each group, after those of `parent`; the cache holds one reference to each.
 
     Attributes:
@@ -33,12 +34,16 @@ class _Entry:
         is_forgotten: no longer in the cache; rows that hold it go on with its pages.
     """
 
-    key: bytes
-    parent: "_Entry | None"
+    name: PageName
+    parent: "PrefixEntry | None"
     pages: tuple[int, ...]
     users: int = 0
-    children: set["_Entry"] = field(default_factory=set)
+    children: set["PrefixEntry"] = field(default_factory=set)
     is_forgotten: bool = False
+
+    @property
+    def key(self) -> bytes:
+        return self.name.key
 
 
 class PageChain:
@@ -58,7 +63,7 @@ class PageChain:
     def __init__(self, root: bytes) -> None:
         self._root = root
         self.keys: list[bytes] = []
-        self.entries: list[_Entry] = []
+        self.entries: list[PrefixEntry] = []
         self.is_spoiled = False
 
     @property
@@ -73,6 +78,9 @@ class PageChain:
             page = array("I", tokens(index * page_size, (index + 1) * page_size))
             self.keys.append(blake2b(before + page.tobytes(), digest_size=_KEY_BYTES).digest())
 
+    def name(self, index: int) -> PageName:
+        return PageName(self.keys[index], self.keys[index - 1] if index else self._root, index)
+
 
 class PrefixCache:
     """Pages by key. Entries that no row uses are given up, the least recently used first, as pages run out.
@@ -83,22 +91,33 @@ class PrefixCache:
 
     Attributes:
         num_evicted: entries given up for their pages since the start.
+        num_passed_over: entries that came in and that `take_new` never told.
     """
 
-    def __init__(self, pools: Sequence[PagePool], page_size: int, identity: str, secret: bytes) -> None:
+    def __init__(
+        self, pools: Sequence[PagePool], page_size: int, identity: str, secret: bytes, *, most_new: int = 0
+    ) -> None:
         """
         Args:
             pools: one a group.
             identity: names the model and its storage; what differs in it shares nothing.
             secret: at most 64 bytes; keys cannot be foreseen without it.
+            most_new: entries remembered until `take_new` tells them, the latest ones.
         """
         self.page_size = page_size
         self.num_evicted = 0
         self._pools = tuple(pools)
         self._identity = identity
         self._secret = secret
-        self._entries: dict[bytes, _Entry] = {}
-        self._unused: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: dict[bytes, PrefixEntry] = {}
+        self._unused: OrderedDict[bytes, PrefixEntry] = OrderedDict()
+        self._new: deque[PrefixEntry] = deque(maxlen=most_new)
+        self.num_passed_over = 0
+
+    @property
+    def num_new(self) -> int:
+        """Entries that `take_new` has not told yet; some may be gone already."""
+        return len(self._new)
 
     @property
     def num_unused(self) -> int:
@@ -126,11 +145,16 @@ class PrefixCache:
             chain.entries.append(entry)
         return [entry.pages for entry in chain.entries]
 
-    def share(self, chain: PageChain, tables: Sequence[PageTable], num_pages: int) -> None:
+    def share(
+        self, chain: PageChain, tables: Sequence[PageTable], num_pages: int, *, is_new: bool = True
+    ) -> None:
         """Let others find a row's first `num_pages` pages, which must never be written again.
 
         Ends at a page that another row put there first: an entry held without its pages in this row's tables
         would be memory that nobody promised. `leave` tells what comes after it.
+
+        Args:
+            is_new: whether `take_new` is to tell them.
         """
         if not chain.can_grow:
             return
@@ -138,6 +162,8 @@ class PrefixCache:
             if chain.keys[index] in self._entries:
                 return
             entry = self._add(chain, index, chain.entries[-1] if chain.entries else None, tables)
+            if is_new:
+                self._tell_new(entry)
             entry.users = 1
             chain.entries.append(entry)
 
@@ -147,7 +173,10 @@ class PrefixCache:
         if chain.can_grow:
             for index in range(len(path), num_pages):
                 known = self._entries.get(chain.keys[index])
-                path.append(known or self._add(chain, index, path[-1] if path else None, tables))
+                if known is None:
+                    known = self._add(chain, index, path[-1] if path else None, tables)
+                    self._tell_new(known)
+                path.append(known)
         for entry in chain.entries:
             entry.users -= 1
         chain.entries.clear()
@@ -156,15 +185,22 @@ class PrefixCache:
                 self._unused[entry.key] = entry
                 self._unused.move_to_end(entry.key)
 
-    def forget(self, chain: PageChain) -> None:
-        """Drop the chain's cached pages and all that hang on its first: something in there is wrong."""
+    def forget(self, chain: PageChain) -> list[bytes]:
+        """Drop the chain's cached pages and all that hang on its first: something in there is wrong.
+
+        Returns:
+            The keys of all that may be wrong.
+        """
         chain.is_spoiled = True
+        keys = list(chain.keys)
         first = self._entries.get(chain.keys[0]) if chain.keys else None
         doomed = [] if first is None else [first]
         while doomed:
             entry = doomed.pop()
             doomed += entry.children
+            keys.append(entry.key)
             self._remove(entry)
+        return keys
 
     def evict(self, count: int) -> None:
         """Free up to `count` pages in each group."""
@@ -174,10 +210,15 @@ class PrefixCache:
             self._remove(entry)
             self.num_evicted += 1
 
+    def take_new(self, most: int) -> list[tuple[PageName, tuple[int, ...]]]:
+        """Names and pages of up to `most` entries that came in since, oldest first, but for those gone."""
+        entries = [self._new.popleft() for _ in range(min(most, len(self._new)))]
+        return [(entry.name, entry.pages) for entry in entries if not entry.is_forgotten]
+
     def _add(
-        self, chain: PageChain, index: int, parent: _Entry | None, tables: Sequence[PageTable]
-    ) -> _Entry:
-        entry = _Entry(chain.keys[index], parent, tuple(table.pages[index] for table in tables))
+        self, chain: PageChain, index: int, parent: PrefixEntry | None, tables: Sequence[PageTable]
+    ) -> PrefixEntry:
+        entry = PrefixEntry(chain.name(index), parent, tuple(table.pages[index] for table in tables))
         for pool, page in zip(self._pools, entry.pages, strict=True):
             pool.retain(page)
         if parent is not None:
@@ -185,7 +226,11 @@ class PrefixCache:
         self._entries[entry.key] = entry
         return entry
 
-    def _remove(self, entry: _Entry) -> None:
+    def _tell_new(self, entry: PrefixEntry) -> None:
+        self.num_passed_over += len(self._new) == self._new.maxlen
+        self._new.append(entry)
+
+    def _remove(self, entry: PrefixEntry) -> None:
         del self._entries[entry.key]
         self._unused.pop(entry.key, None)
         if entry.parent is not None:

@@ -99,6 +99,12 @@ class EngineMetrics:
         self.prefix_evictions = Counter(
             "mlxd_prefix_evicted_pages_total", "Cached pages of each group given up for rows."
         )
+        self.disk = Gauge("mlxd_disk_bytes", "Prefixes on disk, and the most there may be.", ("state",))
+        self.disk_pages = Counter(
+            "mlxd_disk_pages_total", "Pages of prefixes, by what became of them.", ("op",)
+        )
+        self.disk_misses = Counter("mlxd_disk_misses_total", "Pages not taken from disk.", ("reason",))
+        self.disk_time = Counter("mlxd_disk_seconds_total", "Time spent on pages on disk.", ("op",))
         self.compiles = Counter("mlxd_graph_compiles_total", "Decode graphs compiled.")
         self.retraces = Counter("mlxd_graph_retraces_total", "Compiled graphs that were traced again.")
         self.graph_failures = Counter("mlxd_graph_failures_total", "Graphs given up for eager decode.")

@@ -76,6 +76,25 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskStats:
+    """The disk tier of the prefix cache: bytes now, the rest since the start.
+
+    Attributes:
+        pages: "saved", "loaded", "dropped" (not written in time) and "evicted".
+        misses: by reason: "absent", "truncated", "corrupt", "foreign", "slow" (computing is faster), "busy"
+            (the step's time for loading is over).
+        load_s, save_s: time spent on reading and verifying, and on writing.
+    """
+
+    used_bytes: int
+    capacity_bytes: int
+    pages: dict[str, int]
+    misses: dict[str, int]
+    load_s: float
+    save_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The engine's state after a step, replaced whole; readers on other threads keep the old one.
 
@@ -105,6 +124,8 @@ class EngineSnapshot:
     """Group name -> pages that no row holds, kept by the prefix cache."""
     prefix_evictions: int = 0
     """Cached pages of each group given up for rows."""
+    disk: DiskStats | None = None
+    """None: there is no disk tier."""
     graph_compiles: int = 0
     graph_retraces: int = 0
     graph_failures: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mlxd.metrics.catalogue import Catalogue
 from mlxd.metrics.instruments import OTHER, LabelGuard
-from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats, TenantGauges
+from mlxd.metrics.stats import DiskStats, EngineSnapshot, RequestStats, StepStats, TenantGauges
 
 OUTCOMES = ("stop", "length", "cancelled", "client_gone", "slow_client", "failed", "draining")
 STATES = ("starting", "running", "draining", "stopped", "failed")
@@ -138,6 +138,8 @@ class Tally:
             engine.pages.set(cached, group, "cached")
             engine.pages.set(total - held - cached, group, "free")
         engine.prefix_evictions.raise_to(snapshot.prefix_evictions)
+        if snapshot.disk is not None:
+            self._show_disk(snapshot.disk)
         engine.compiles.raise_to(snapshot.graph_compiles)
         engine.retraces.raise_to(snapshot.graph_retraces)
         engine.graph_failures.raise_to(snapshot.graph_failures)
@@ -146,6 +148,17 @@ class Tally:
         engine.memory.set(snapshot.memory_active_bytes, "active")
         engine.memory.set(snapshot.memory_peak_bytes, "peak")
         engine.memory.set(snapshot.memory_cache_bytes, "cache")
+
+    def _show_disk(self, disk: DiskStats) -> None:
+        engine = self.catalogue.engine
+        engine.disk.set(disk.used_bytes, "used")
+        engine.disk.set(disk.capacity_bytes, "capacity")
+        for op, pages in disk.pages.items():
+            engine.disk_pages.raise_to(pages, op)
+        for reason, pages in disk.misses.items():
+            engine.disk_misses.raise_to(pages, reason)
+        engine.disk_time.raise_to(disk.load_s, "load")
+        engine.disk_time.raise_to(disk.save_s, "save")
 
     def _show_tenants(self, tenants: dict[str, TenantGauges]) -> None:
         engine = self.catalogue.engine

@@ -181,7 +181,7 @@ class Batch:
         request.transition(RequestState.RUNNING)
         self._book.dequeue(request)
         self.num_entered += 1
-        request.row = self._space.enter(self.num_entered, request)
+        request.row = self._space.enter(self.num_entered, request, self.budget.token_s)
         request.prefill_end = request.num_known - 1
         request.num_computed = request.row.num_reused
         request.entered_at = now

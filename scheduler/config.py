@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from mlxd.caches.budget import ALLOWED_BUDGETS, check_budget
+from mlxd.caches.budget import ALLOWED_BUDGETS, ALLOWED_SIZES, check_budget, parse_size
 from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
 from mlxd.scheduler.document import Document, Keys, parse_document, read_text
@@ -30,6 +30,7 @@ Sha256 = Annotated[
 ]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Budget = Annotated[str | int | float, Meta(extra={"allowed": ALLOWED_BUDGETS})]
+Size = Annotated[str | int, Meta(extra={"allowed": ALLOWED_SIZES})]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
@@ -75,17 +76,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
 
+class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`path`: a folder of this daemon's own, made if it is not there. `max_bytes`: of all files in it."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    max_bytes: Size
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`budget`: bytes ("8GiB", 1048576) or a share of the device memory left after weights (0.6).
 
     `prefix`: keep full pages of ended rows for later requests of their tenant, where the model allows it.
     `quantization`: how keys and values are packed; None keeps them as the model computes them.
+    `disk`: where kept pages outlive the daemon; None keeps them in memory alone.
     """
 
     budget: Budget = 0.6
     page_size: Literal["auto", 16, 32, 64, 128, 256] = "auto"
     prefix: bool = True
     quantization: Quantization | None = None
+    disk: DiskConfig | None = None
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,6 +164,7 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
         check_budget(config.cache.budget)
     except ValueError as error:
         yield ("cache", "budget"), str(error)
+    yield from _disk_problems(config.cache)
     chunk, page = config.scheduler.prefill_chunk, config.cache.page_size
     if chunk != "auto" and page != "auto" and chunk % page:
         yield (
@@ -166,6 +177,17 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
             "is 'gathered'; with cache.quantization pages are read in_place",
         )
     yield from _tenant_problems(config.tenants)
+
+
+def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
+    if cache.disk is None:
+        return
+    if not cache.prefix:
+        yield ("cache", "disk"), "is set; it keeps what cache.prefix, which is false, would find"
+    try:
+        parse_size(cache.disk.max_bytes)
+    except ValueError as error:
+        yield ("cache", "disk", "max_bytes"), str(error)
 
 
 def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:

@@ -11,9 +11,11 @@ from typing import Self
 
 from mlxd.batching.runner import Progress, Runner, RunnerInfo, ignore_progress
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.caches.disk_tier import DiskTier
 from mlxd.metrics.recorder import NullRecorder, Recorder
 from mlxd.metrics.stats import EngineSnapshot
 from mlxd.scheduler.config import Config
+from mlxd.scheduler.disk import open_disk
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
     EngineFailedError,
@@ -27,6 +29,7 @@ from mlxd.scheduler.fit import check_shares
 from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Ping, Stop
 from mlxd.scheduler.local import LocalClient
 from mlxd.scheduler.loop import EngineLoop
+from mlxd.scheduler.model_runner import load_model_runner
 from mlxd.scheduler.results import Completion
 from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.snapshot import after_failure
@@ -205,10 +208,12 @@ class Engine:
     def _main(self) -> None:
         runner: Runner | None = None
         loop: EngineLoop | None = None
+        disk: DiskTier | None = None
         try:
             runner = self._factory(self._config, self._tell_progress)
             check_shares(self._config, runner.info.memory)
-            loop = self._make_loop(runner)
+            disk, secret = open_disk(self._config, runner, self._clock)
+            loop = self._make_loop(runner, disk, secret or secrets.token_bytes(32))
             self._info = runner.info
             loop.run()
         except _LoadStoppedError:
@@ -219,6 +224,8 @@ class Engine:
             logger.exception("engine failed")
             self._fail(EngineFailedError(f"{type(error).__name__}: {error}"), loop)
         finally:
+            if disk is not None:
+                disk.close()
             if runner is not None:
                 runner.close()
 
@@ -232,14 +239,15 @@ class Engine:
         self._inbox.close()
         self._publish(replace(self._snapshot, state="stopped", now=self._clock()))
 
-    def _make_loop(self, runner: Runner) -> EngineLoop:
+    def _make_loop(self, runner: Runner, disk: DiskTier | None, secret: bytes) -> EngineLoop:
         return EngineLoop(
             runner,
             Scheduler(
                 self._config,
                 runner.info,
                 seed=self._seed,
-                secret=secrets.token_bytes(32),
+                secret=secret,
+                disk=disk,
                 recorder=self._recorder,
             ),
             self._inbox,
@@ -261,29 +269,6 @@ class Engine:
         self._publish(after_failure(self._snapshot, str(failure), self._clock()))
         if events:
             self._on_events(events)
-
-
-def load_model_runner(config: Config, progress: Progress) -> Runner:
-    """The configured model on MLX. Imports MLX, so that clients and tests need not."""
-    from mlxd.batching.blas import ensure_blas
-
-    ensure_blas()  # MLX takes the BLAS that is there when it is imported
-    from mlxd.batching.load import load_runner
-
-    return load_runner(
-        model_path=config.model.path,
-        max_model_len=config.model.max_model_len,
-        max_rows=config.scheduler.max_rows,
-        prefill_ms=config.scheduler.prefill_ms,
-        prefill_chunk=config.scheduler.prefill_chunk,
-        budget=config.cache.budget,
-        page_size=config.cache.page_size,
-        quantization=config.cache.quantization,
-        compile=config.decode.compile,
-        attention=config.decode.attention,
-        warmup_s=config.decode.warmup_s,
-        progress=progress,
-    )
 
 
 def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:

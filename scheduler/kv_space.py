@@ -1,12 +1,25 @@
 """The KV memory rows live in: one pool a group, and the ledger over all."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mlxd.batching.plan import RestoredPage
 from mlxd.batching.row import Row
+from mlxd.caches.disk_tier import DiskTier
 from mlxd.caches.ledger import Ledger, Reservation
 from mlxd.caches.page_pool import PagePool, PoolExhaustedError
 from mlxd.caches.page_table import PageTable
-from mlxd.caches.prefix import PageChain, PrefixCache, why_not_reusable
+from mlxd.caches.prefix import PageChain, PrefixCache, PrefixEntry, why_not_reusable
 from mlxd.caches.sizing import MemoryPlan
+from mlxd.metrics.stats import DiskStats
 from mlxd.scheduler.request import Request
+
+_MOST_NEW = 4096
+_MOST_SAVED = 8
+"""Pages exported at once, between two steps."""
+_IDLE_WAIT_S = 0.05
+
+Export = Callable[[Sequence[tuple[int, ...]]], list[bytes]]
 
 
 class KvSpace:
@@ -31,11 +44,13 @@ class KvSpace:
         reuse: bool = True,
         identity: str = "",
         secret: bytes = b"",
+        disk: DiskTier | None = None,
     ) -> None:
         """
         Args:
             reuse: whether prefixes are kept where the groups allow it.
             identity, secret: of the prefix cache.
+            disk: prefixes that are not in memory are looked for there.
         """
         self.plan = plan
         self.is_overcommitted = overcommit > 1
@@ -46,7 +61,10 @@ class KvSpace:
         reason = why_not_reusable(self._specs) if reuse else "cache.prefix is false"
         self.prefix_note = f"off: {reason}" if reason else "on"
         size = self._specs[0].page_size
-        self._prefix = None if reason else PrefixCache(self._pools, size, identity, secret)
+        most_new = 0 if disk is None else _MOST_NEW
+        self._prefix = None if reason else PrefixCache(self._pools, size, identity, secret, most_new=most_new)
+        self._disk = None if reason else disk
+        self._restored: list[tuple[PrefixEntry, RestoredPage]] = []
 
     def worst_case(self, num_prompt: int, max_tokens: int) -> Reservation:
         """Most pages of a request; the token drawn last never gets a position."""
@@ -64,10 +82,13 @@ class KvSpace:
         unused = self._num_unused
         return all(n <= pool.num_free + unused for n, pool in zip(needed.pages, self._pools, strict=True))
 
-    def enter(self, row_id: int, request: Request) -> Row:
+    def enter(self, row_id: int, request: Request, token_s: float) -> Row:
         """Reserve the worst case; the row's tables begin with the cached pages of its known tokens.
 
         Its last known position is never among them: a decode step computes it.
+
+        Args:
+            token_s: seconds in which a token of prefill is computed; slower disks are not asked.
         """
         self._ledger.reserve(row_id, request.worst_case)
         tables = tuple(PageTable(spec, pool) for spec, pool in zip(self._specs, self._pools, strict=True))
@@ -80,7 +101,63 @@ class KvSpace:
             for group, table in enumerate(tables):
                 table.adopt([page[group] for page in pages])
             row.num_reused = len(pages) * self._prefix.page_size
+            if self._disk is not None:
+                self._restore(row, request.chain, most, token_s, self._prefix, self._disk)
         return row
+
+    def _restore(
+        self, row: Row, chain: PageChain, most: int, token_s: float, prefix: PrefixCache, disk: DiskTier
+    ) -> None:
+        """Find more of the chain's first `most` pages on disk; they are the row's own, and shared at once."""
+        size = prefix.page_size
+        while len(chain.entries) < most and chain.can_grow:
+            index = len(chain.entries)
+            payload = disk.load(chain.name(index), token_s * size)
+            if payload is None or not self.grow(row, index * size, (index + 1) * size):
+                break
+            prefix.share(chain, row.tables, index + 1, is_new=False)
+            row.num_reused = (index + 1) * size
+            pages = tuple(table.pages[index] for table in row.tables)
+            self._restored.append((chain.entries[index], RestoredPage(pages, payload)))
+        disk.touch(reversed(chain.keys[: len(chain.entries)]))
+
+    def take_restored(self) -> tuple[RestoredPage, ...]:
+        """Pages to fill before the next launch; each is reported once, unless it is another's already."""
+        restored, self._restored = self._restored, []
+        if self._disk is not None:
+            self._disk.begin_step()
+        return tuple(page for entry, page in restored if not entry.is_forgotten)
+
+    def save(self, export: Export, *, is_idle: bool) -> bool:
+        """Hand some pages that are new in the prefix cache to the disk; whether more are left.
+
+        Args:
+            export: see Runner.export_pages; it waits for launched steps, so it is called for few pages only
+                while idle.
+            is_idle: there is nothing better to do than to wait for the disk, for a moment.
+        """
+        prefix, disk = self._prefix, self._disk
+        if prefix is None or disk is None or prefix.num_new < (1 if is_idle else _MOST_SAVED):
+            return False
+        if disk.is_off:
+            prefix.take_new(prefix.num_new)
+            return False
+        new = prefix.take_new(min(_MOST_SAVED, disk.room(_IDLE_WAIT_S if is_idle else 0.0)))
+        missing = [(name, pages) for name, pages in new if name.key not in disk]
+        if missing:
+            payloads = export([pages for _, pages in missing])
+            for (name, _), payload in zip(missing, payloads, strict=True):
+                disk.save(name, payload)
+        return prefix.num_new > 0
+
+    @property
+    def disk_stats(self) -> DiskStats | None:
+        """None: there is no disk tier."""
+        if self._prefix is None or self._disk is None:
+            return None
+        stats = self._disk.stats
+        dropped = stats.pages["dropped"] + self._prefix.num_passed_over
+        return replace(stats, pages=stats.pages | {"dropped": dropped})
 
     def share(self, request: Request) -> None:
         """Let later requests of its tenant begin with the full pages that its row has computed."""
@@ -91,7 +168,9 @@ class KvSpace:
     def forget(self, request: Request) -> None:
         """The request's numbers went wrong: keep no page of it, nor of those it began with."""
         if self._prefix is not None and request.chain is not None:
-            self._prefix.forget(request.chain)
+            keys = self._prefix.forget(request.chain)
+            if self._disk is not None:
+                self._disk.remove(keys)
 
     def leave(self, request: Request) -> None:
         """Take the row's pages and promise back; a launched step may still use them: later ones wait.

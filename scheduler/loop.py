@@ -68,6 +68,7 @@ class EngineLoop:
         self._tell(self._state)
         while self._launched:
             self._launched.popleft().step.wait()
+        self._save_pages(is_idle=True)
         self._tell("stopped")
 
     def abandon(self, error: str) -> list[Event]:
@@ -94,6 +95,7 @@ class EngineLoop:
             self._tell(self._state)
         if self._launched and (len(self._launched) > 1 or not has_launched):
             self._read_oldest()
+            self._save_pages(is_idle=False)
             self._tell(self._state)
         elif not has_launched and self._scheduler.num_open:
             raise AssertionError(f"{self._scheduler.num_open} requests are open and no step can be planned")
@@ -105,7 +107,11 @@ class EngineLoop:
     def _rest(self) -> bool:
         """Nothing is open: check that nothing leaked. Whether the runner has put-off work left."""
         self._scheduler.space.check_empty()
-        return self._runner.maintain()
+        return self._save_pages(is_idle=True) or self._runner.maintain()
+
+    def _save_pages(self, *, is_idle: bool) -> bool:
+        """Hand some pages to the disk; whether more are left."""
+        return self._scheduler.space.save(self._runner.export_pages, is_idle=is_idle)
 
     def _obey(self, command: Command) -> None:
         now = self._clock()

@@ -1,5 +1,6 @@
 """How much prefill a step holds, and whose."""
 
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -23,6 +24,11 @@ class PrefillBudget:
     def tokens(self) -> int:
         """0 until a speed was seen: then a step holds one chunk."""
         return int(self._limit_s * self._tokens / self._seconds) if self._seconds > 0 else 0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token of prefill takes; infinite until a speed was seen."""
+        return self._seconds / self._tokens if self._seconds > 0 else math.inf
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step computed `num_tokens` of prefill in `seconds`."""

@@ -4,6 +4,7 @@ from collections import deque
 
 from mlxd.batching.plan import RowResult, StepPlan, StepResult
 from mlxd.batching.runner import RunnerInfo
+from mlxd.caches.disk_tier import DiskTier
 from mlxd.metrics.recorder import NullRecorder, Recorder
 from mlxd.metrics.stats import RequestStats, StepStats
 from mlxd.scheduler.admission import Admission
@@ -35,16 +36,22 @@ class Scheduler:
         *,
         seed: int = 0,
         secret: bytes = b"",
+        disk: DiskTier | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`secret`: at most 64 random bytes that the keys of cached prefixes depend on."""
+        """
+        Args:
+            secret: at most 64 random bytes that the keys of cached prefixes depend on.
+            disk: where cached prefixes outlive the process.
+        """
         policy = make_policy(config.scheduler)
         self.space = KvSpace(
             info.memory,
             config.scheduler.overcommit,
             reuse=config.cache.prefix,
-            identity=f"{info.model}:{info.notes.get('signature', '')}",
+            identity=f"{info.fingerprint or info.model}:{info.notes.get('signature', '')}",
             secret=secret,
+            disk=disk,
         )
         self.book = TenantBook(config.tenants, info.memory.kv_bytes * config.scheduler.overcommit)
         self.is_draining = False
@@ -143,7 +150,7 @@ class Scheduler:
             return None
         self._next_step = Step(step.step_id + 1)
         self._launched.append(step)
-        return step.plan(self.space.take_scrub(), self.batch.take_left())
+        return step.plan(self.space.take_scrub(), self.batch.take_left(), self.space.take_restored())
 
     def postprocess(self, plan: StepPlan, result: StepResult, now: float, events: list[Event]) -> StepStats:
         """Take a step's tokens and faults.

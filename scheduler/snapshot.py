@@ -36,6 +36,7 @@ class SnapshotMaker:
             pages=scheduler.space.pages,
             cached_pages=scheduler.space.cached_pages,
             prefix_evictions=scheduler.space.num_evicted,
+            disk=scheduler.space.disk_stats,
             graph_compiles=counters.graph_compiles,
             graph_retraces=counters.graph_retraces,
             graph_failures=counters.graph_failures,

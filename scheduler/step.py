@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mlxd.batching.plan import DecodeEntry, PrefillChunk, StepPlan, StepResult
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan, StepResult
 from mlxd.metrics.stats import StepStats
 from mlxd.scheduler.request import Request
 
@@ -96,8 +96,13 @@ class Step:
             self.recomputed_tokens[request.tenant] += num_positions - fresh
         return fresh
 
-    def plan(self, scrub: tuple[tuple[int, ...], ...], left: tuple[int, ...]) -> StepPlan:
-        return StepPlan(self.step_id, tuple(self.decode), tuple(self.chunks), scrub, left)
+    def plan(
+        self,
+        scrub: tuple[tuple[int, ...], ...],
+        left: tuple[int, ...],
+        restored: tuple[RestoredPage, ...],
+    ) -> StepPlan:
+        return StepPlan(self.step_id, tuple(self.decode), tuple(self.chunks), scrub, left, restored)
 
 
 @dataclass(slots=True)

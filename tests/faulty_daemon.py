@@ -3,16 +3,19 @@
 import asyncio
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 
 from mlxd.batching.plan import StepPlan
 from mlxd.batching.runner import PendingStep, Progress, Runner, RunnerCounters, RunnerInfo
+from mlxd.caches.persistence import PageFormat
 from mlxd.metrics.health import judge
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler import server
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.engine import Engine, load_model_runner
+from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.logs import configure_logging
+from mlxd.scheduler.model_runner import load_model_runner
 
 FAULTY_STEP = 40
 STALL_S = 0.5
@@ -39,6 +42,13 @@ class FaultyRunner:
 
     def maintain(self) -> bool:
         return self._runner.maintain()
+
+    @property
+    def page_format(self) -> PageFormat:
+        return self._runner.page_format
+
+    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
+        return self._runner.export_pages(pages)
 
     def counters(self) -> RunnerCounters:
         return self._runner.counters()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.batching.runner import Runner
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.caches.disk_tier import DiskTier
 from mlxd.metrics.recorder import NullRecorder
 from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats
 from mlxd.scheduler.config import Config, SchedulerConfig, TenantConfig
@@ -69,12 +70,22 @@ class Tape(NullRecorder):
 class World:
     """A scheduler and a FakeRunner under a clock of one tick a turn, pipelined as the engine does it."""
 
-    def __init__(self, config: Config, runner: Runner | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        runner: Runner | None = None,
+        *,
+        seed: int = 0,
+        disk: DiskTier | None = None,
+        secret: bytes = b"",
+    ) -> None:
         self.runner: Runner = runner or FakeRunner(
             fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB
         )
         self.tape = Tape()
-        self.scheduler = Scheduler(config, self.runner.info, seed=seed, recorder=self.tape)
+        self.scheduler = Scheduler(
+            config, self.runner.info, seed=seed, recorder=self.tape, disk=disk, secret=secret
+        )
         self.now = 0.0
         self.events: list[Event] = []
         self.plans: list[list[tuple[object, ...]]] = []
@@ -104,6 +115,7 @@ class World:
             step = self._launched.pop(0)
             stats = self.scheduler.postprocess(step.plan, step.wait(), self.now, self.events)
             self.tape.step(stats)
+            self.scheduler.space.save(self.runner.export_pages, is_idle=False)
         else:
             assert plan is not None or self.is_idle, "requests are open and nothing moves"
         self.scheduler.space.check_integrity()
@@ -113,6 +125,8 @@ class World:
         for _ in range(max_turns):
             if self.is_idle:
                 self.scheduler.space.check_empty()
+                while self.scheduler.space.save(self.runner.export_pages, is_idle=True):
+                    pass
                 return
             self.turn()
         raise AssertionError(f"{self.scheduler.num_open} requests still open after {max_turns} turns")

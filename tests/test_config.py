@@ -73,7 +73,7 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         ("cach: {}", "x.yaml:4: cach is not a setting; did you mean cache?"),
         (
             "cache: {block: 3}",
-            "x.yaml:4: cache.block is not a setting; known are budget, page_size, prefix, quantization",
+            "x.yaml:4: cache.block is not a setting; known are budget, page_size, prefix, quantization, disk",
         ),
         (
             "cache:\n  page_size: 17",
@@ -132,6 +132,22 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         (
             "cache: {quantization: {bits: 8}}\ndecode: {attention: gathered}",
             "x.yaml:5: decode.attention is 'gathered'; with cache.quantization pages are read in_place",
+        ),
+        (
+            "cache: {disk: {path: /d, max_bytes: 1000}}",
+            "x.yaml:4: cache.disk.max_bytes is 1000; "
+            'it must be bytes from 1 MiB on (1073741824, "8GiB", "512MiB")',
+        ),
+        (
+            "cache: {disk: {path: /d, max_bytes: 0.5}}",
+            "x.yaml:4: cache.disk.max_bytes is 0.5; "
+            'it must be bytes from 1 MiB on (1073741824, "8GiB", "512MiB")',
+        ),
+        ("cache: {disk: {path: /d}}", "x.yaml:4: cache.disk.max_bytes is missing"),
+        ("cache: {disk: /d}", "x.yaml:4: cache.disk is '/d'; it must be a map or null"),
+        (
+            "cache: {prefix: false, disk: {path: /d, max_bytes: 1GiB}}",
+            "x.yaml:4: cache.disk is set; it keeps what cache.prefix, which is false, would find",
         ),
         (
             "cache: {page_size: 32}\nscheduler: {prefill_chunk: 48}",

@@ -38,6 +38,7 @@ MLX_OWNERS = {
         "kinds",
         "mlx_lm_import",
         "packed",
+        "page_io",
         "paged",
         "paged_view",
         "quantized",

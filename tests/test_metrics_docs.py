@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from mlxd.metrics.catalogue import Catalogue
 from mlxd.metrics.instruments import Histogram
 from mlxd.metrics.prometheus import PrometheusRecorder
-from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats, TenantGauges
+from mlxd.metrics.stats import DiskStats, EngineSnapshot, RequestStats, StepStats, TenantGauges
 from mlxd.metrics.tally import MAX_OPEN_LABELS, MAX_TENANT_LABELS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +52,8 @@ def busy_recorder(tenants: list[str]) -> PrometheusRecorder:
     recorder.bad_message("bad")
     recorder.clients(1, 1)
     gauges = dict.fromkeys(tenants, TenantGauges())
-    recorder.snapshot(EngineSnapshot(last_step_at=1.0, tenants=gauges, pages={"full": (1, 2)}))
+    disk = DiskStats(1, 2, {"saved": 1}, {"absent": 1}, 0.1, 0.1)
+    recorder.snapshot(EngineSnapshot(last_step_at=1.0, tenants=gauges, pages={"full": (1, 2)}, disk=disk))
     return recorder
 
 

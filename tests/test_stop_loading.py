@@ -26,8 +26,9 @@ from mlxd.batching.runner import Progress, Runner, ignore_progress
 from mlxd.batching.user_cache import exclusive_lock
 from mlxd.scheduler import daemon_verbs, server
 from mlxd.scheduler.config import Config, DecodeConfig
-from mlxd.scheduler.engine import Engine, load_model_runner
+from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import EngineFailedError
+from mlxd.scheduler.model_runner import load_model_runner
 
 WAIT_S = 10.0
 CONSTANTS_BYTES = 2_000

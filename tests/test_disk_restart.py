@@ -1,0 +1,201 @@
+"""The disk tier on MLX and in the whole engine: warm from disk is cold, bit for bit, also after kill -9."""
+
+import logging
+import queue
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+import pytest
+from daemon_process import daemon_process, process_config, write_tiny_model
+from msgspec.structs import replace
+from scheduling import VOCAB, Tape, World, make_config, submission
+from tiny_models import CHUNK, PAGE, Rig, make_rig, prompt_of
+from wire_daemon import wait_until
+
+from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.batching.fingerprint import fingerprint
+from mlxd.batching.plan import TokenLogprobs
+from mlxd.batching.runner import Runner
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.caches.disk_store import DiskStore
+from mlxd.caches.disk_tier import DiskTier
+from mlxd.caches.persistence import PageCodec
+from mlxd.caches.quantization import Quantization
+from mlxd.metrics.stats import DiskStats
+from mlxd.scheduler.config import CacheConfig, Config, DiskConfig
+from mlxd.scheduler.engine import Engine
+from mlxd.scheduler.events import Event, Finished, Tokens
+
+WAIT_S = 20.0
+
+
+def disk_config(folder: Path, config: Config | None = None) -> Config:
+    cache = CacheConfig(budget="64MiB", disk=DiskConfig(path=str(folder), max_bytes="64MiB"))
+    return replace(config or make_config(), cache=cache)
+
+
+def start(rig: Rig, folder: Path) -> tuple[World, DiskTier]:
+    """As after a restart: empty pools, and what is on disk."""
+    rig.runner.reset()
+    store = DiskStore(folder, 10**8)
+    codec = PageCodec(rig.runner.page_format, store.secret)
+    tier = DiskTier(store, codec, clock=lambda: 0.0, step_s=1.0)
+    return World(make_config(), rig.runner, disk=tier, secret=store.secret), tier
+
+
+def serve(world: World, request_id: str, prompt: tuple[int, ...]) -> tuple[list[int], list[TokenLogprobs]]:
+    """Greedily, with log-probabilities."""
+    world.submit(submission(request_id, prompt, max_tokens=6, temperature=0.0, top_logprobs=20))
+    world.run()
+    events = [e for e in world.events if isinstance(e, Tokens) and e.key.request_id == request_id]
+    return [t for e in events for t in e.token_ids], [p for e in events for p in e.logprobs]
+
+
+def check_warm_is_cold(rig: Rig, folder: Path) -> None:
+    document = prompt_of(3 * CHUNK, seed=5)
+    prompts = [document[:n] + prompt_of(5, seed=n) for n in (PAGE, CHUNK - 1, CHUNK, CHUNK + PAGE, 47)]
+    world, tier = start(rig, folder)
+    serve(world, "document", document)
+    tier.close()
+    for prompt, found in zip(prompts, (PAGE, CHUNK - PAGE, CHUNK, CHUNK + PAGE, 44), strict=True):
+        world, tier = start(rig, folder)
+        warm = serve(world, "warm", prompt)
+        tier.close()
+        assert tier.stats.pages["loaded"] == found // PAGE
+        rig.runner.reset()
+        assert serve(World(make_config(), rig.runner), "cold", prompt) == warm
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("attention", ["gathered", "in_place"])
+def test_warm_from_disk_equals_cold_bit_for_bit(family: str, attention: str, tmp_path: Path) -> None:
+    check_warm_is_cold(make_rig(family, attention), tmp_path)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_pages_from_disk_are_the_same_bits(bits: Literal[4, 8], tmp_path: Path) -> None:
+    rig = make_rig("llama/64", "in_place", quantization=Quantization(bits=bits, group_size=32))
+    check_warm_is_cold(rig, tmp_path)
+
+
+def test_every_dtype_of_a_pool_survives_export_and_import() -> None:
+    rig = make_rig("llama")
+    arrays = rig.runner._page_arrays
+    for cache in arrays.caches:
+        cache.planes = [plane.astype(mx.bfloat16) for plane in cache.planes]  # type: ignore[attr-defined]
+    pages = [(3,), (1,)]
+    for cache in arrays.caches:
+        for plane in cache.state():
+            plane[mx.array([3, 1])] = mx.random.normal((2, *plane.shape[1:])).astype(plane.dtype)
+    payloads = rig.runner.export_pages(pages)
+    assert {len(payload) for payload in payloads} == {rig.runner.page_format.page_bytes}
+    arrays.write([(5,), (6,)], payloads)
+    assert rig.runner.export_pages([(5,), (6,)]) == payloads
+    assert rig.runner.export_pages(pages) == payloads
+    assert set(rig.runner.export_pages([(4,)])[0]) == {0}
+
+
+class Served:
+    """An engine and its ends; stopped when the block ends."""
+
+    def __init__(self, config: Config, runner: Runner | None = None) -> None:
+        runner = runner or FakeRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB)
+        self.tape = Tape()
+        self._batches: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
+        self._engine = Engine(config, runner_factory=lambda *_: runner, recorder=self.tape, seed=0)
+
+    def __enter__(self) -> "Served":
+        self._engine.start(self._batches.put)
+        self._engine.wait_ready(WAIT_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._engine.stop(WAIT_S)
+
+    def cached_tokens(self, request_id: str, prompt: Sequence[int]) -> int:
+        self._engine.submit(submission(request_id, prompt))
+        while True:
+            for event in self._batches.get(timeout=WAIT_S):
+                if isinstance(event, Finished) and event.key.request_id == request_id:
+                    return event.usage.cached_tokens
+
+    @property
+    def disk(self) -> DiskStats:
+        assert self.tape.last.disk is not None
+        return self.tape.last.disk
+
+
+def test_the_engine_keeps_prefixes_over_a_restart_and_tells_of_it(tmp_path: Path) -> None:
+    config = disk_config(tmp_path / "disk")
+    with Served(config) as served:
+        assert served.cached_tokens("cold", range(100)) == 0
+    with Served(config) as served:
+        assert served.disk.used_bytes > 6 * 16 * 8
+        assert served.disk.capacity_bytes == 64 * 2**20
+        assert served.cached_tokens("warm", range(100)) == 96
+        assert served.disk.pages["loaded"] == 6
+        assert served.disk.load_s > 0
+
+
+def test_without_a_disk_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    with Served(make_config()) as served:
+        served.cached_tokens("x", range(100))
+        assert served.tape.last.disk is None
+
+
+@pytest.mark.parametrize("trouble", ["a file in its place", "in use", "a model without prefixes"])
+def test_a_folder_or_model_that_will_not_do_is_one_warning_and_serving_goes_on(
+    trouble: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, store, runner = tmp_path / "disk", None, None
+    match trouble:
+        case "a file in its place":
+            folder.write_bytes(b"")
+        case "in use":
+            store = DiskStore(folder, 10**6)
+        case _:
+            runner = FakeRunner(fake_memory(max_rows=8, max_model_len=256, window=20), vocab_size=VOCAB)
+    with caplog.at_level(logging.WARNING), Served(disk_config(folder), runner) as served:
+        served.cached_tokens("x", range(100))
+        assert served.tape.last.disk is None
+    [record] = caplog.records
+    assert record.getMessage().startswith("the disk tier is off: ")
+    if store is not None:
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return folder
+
+
+def test_a_daemon_that_was_killed_finds_its_prefixes_again(model: Path, tmp_path: Path) -> None:
+    config = disk_config(tmp_path / "disk", process_config(tmp_path, model))
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompt = tuple(range(10, 210))
+    answers, loaded = [], []
+    for _ in range(2):
+        with daemon_process(tmp_path, config) as daemon:
+            with daemon.client() as client:
+                answers.append(client.generate(token_ids=prompt, sampling=sampling).token_ids)
+            wait_until(lambda: len(list((tmp_path / "disk/pages").glob("*.safetensors"))) == 3)
+            loaded.append(daemon.scrape().get("mlxd_disk_pages_total", op="loaded"))
+            daemon.kill()
+    assert answers[0] == answers[1]
+    assert loaded == [0, 3]
+
+
+def test_a_fingerprint_follows_the_weights_and_the_configuration(model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    assert fingerprint(tmp_path) == fingerprint(model)
+    for name in ("config.json", "model.safetensors"):
+        before = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        assert fingerprint(tmp_path) != fingerprint(model)
+        (tmp_path / name).write_bytes(before)
+    assert fingerprint(tmp_path) == fingerprint(model)
