@@ -99,7 +99,7 @@ class FakeRunner:
         sleep: waits for a step's simulated time; None does not wait.
         decode_fault, prefill_fault: give an error code to end that row alone.
         fail_at_step: this launch raises RuntimeError.
-        hang_at_step: waiting for this step blocks until `resume` is set.
+        hang_at_step: waiting for this step sets `hangs` and blocks until `resume` is set.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class FakeRunner:
             fingerprint="fake",
         )
         self.resume = threading.Event()
+        self.hangs = threading.Event()
         self.closed = False
         self._checks = checks
         self._decode_s = decode_s
@@ -174,6 +175,7 @@ class FakeRunner:
         if not self._unwaited or self._unwaited.pop(0) != plan.step_id:
             raise PlanError(f"step {plan.step_id} read out of order")
         if plan.step_id == self._hang_at_step:
+            self.hangs.set()
             self.resume.wait()
         if self._sleep is not None:
             self._sleep(result.decode_s + result.prefill_s)

@@ -142,11 +142,15 @@ def test_a_start_that_cannot_be_is_one_line_and_an_exit_code(
     (tmp_path / "damaged").mkdir()
     write_tiny_model(tmp_path / "damaged")
     os.truncate(tmp_path / "damaged" / "model.safetensors", 20_000)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with ExitStack() as stack:
+        # Only where it is meant: the port could be the one that the configuration was just given.
+        port = 0
+        if value == "{taken}":
+            port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
         names = {
             "{folder}": str(tmp_path),
             "{file}": str(tmp_path / "refused.yaml"),
-            "{taken}": f"127.0.0.1:{taken.getsockname()[1]}",
+            "{taken}": f"127.0.0.1:{port}",
         }
         document = with_setting(config, setting, filled(value, names) if isinstance(value, str) else value)
         code, lines = refusal(write_config(tmp_path, document, "refused"))

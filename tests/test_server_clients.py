@@ -121,6 +121,7 @@ def test_ping_is_the_schedulers_own_answer(tmp_path: Path) -> None:
     with daemon(tmp_path, runner=runner(hang_at_step=1)) as served, served.submit() as peer:
         peer.send("generate", id="a", prompt="hi", sampling={"max_tokens": 1})
         assert peer.receive()["type"] == "accepted"
+        assert served.runner.hangs.wait(10)
         with served.control() as control:
             for number in range(9):
                 control.send("ping", id=str(number))
