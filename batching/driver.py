@@ -49,6 +49,12 @@ class Driver:
         for table in row.tables:
             table.clear()
 
+    def clean(self) -> None:
+        """Zero the pages of all rows that left: the runner is as it was before they came."""
+        for pool in self.pools:
+            pool.scrub_dirty()
+        self._launch(StepPlan(self._next_step(), scrub=self._scrub())).wait()
+
     def prefill(self, rows: Sequence[Row] | None = None) -> None:
         """Compute all but the last prompt position of these rows (all by default), a chunk of each a step."""
         rows = self.rows if rows is None else rows

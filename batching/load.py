@@ -170,10 +170,10 @@ def _self_test(
             fault = fault_in(
                 runner, memory, oracle[rows], ragged[rows], still_here, quantization=quantization
             )
-            runner.reset()
             if fault is None:
                 right.append(name)
             else:
+                runner.reset()
                 faults.append(f"{name}: {fault}")
                 logger.warning(
                     "self-test failed attention=%s rows=%d fault=%s", name, len(ragged[rows]), fault

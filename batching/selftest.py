@@ -82,6 +82,7 @@ def fault_in(
     finally:
         for row in list(driver.rows):
             driver.leave(row)
+    driver.clean()
     for index in range(len(rows)):
         for step, results in enumerate(steps):
             worst = _difference(results[index], oracle[index][step])

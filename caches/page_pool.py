@@ -71,6 +71,12 @@ class PagePool:
         """Owners of a page; 0 where it is free."""
         return self._references[page]
 
+    def scrub_dirty(self) -> None:
+        """Have every dirty page zeroed now, not when clean ones run out."""
+        self._to_scrub += self._dirty
+        self._clean.extend(self._dirty)
+        self._dirty.clear()
+
     def take_scrub(self) -> tuple[int, ...]:
         """Pages to zero before the next launch; each is reported once."""
         pages, self._to_scrub = tuple(self._to_scrub), []

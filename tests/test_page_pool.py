@@ -72,3 +72,13 @@ def test_integrity_check_finds(damage) -> None:  # type: ignore[no-untyped-def]
     damage(pool)
     with pytest.raises(AssertionError):
         pool.check_integrity()
+
+
+def test_dirty_pages_can_be_zeroed_at_once() -> None:
+    pool = PagePool(4)
+    pages = pool.allocate(3)
+    pool.release(pages)
+    pool.scrub_dirty()
+    assert sorted(pool.take_scrub()) == sorted(pages)
+    assert (pool.take_scrub(), pool.num_free) == ((), 4)
+    pool.check_integrity()
