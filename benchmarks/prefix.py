@@ -2,11 +2,13 @@
 
     python benchmarks/prefix.py --shared 500 --own 16 --trials 8
     python benchmarks/prefix.py --users 8 --turns 10
+    python benchmarks/prefix.py --users 8 --turns 10 --disk /tmp/prefixes
 
 Shared: prompts of a common part and an own one, alone in the engine; each warm trial has a cold one beside it
 whose common part is new. Chat: users who talk at once, every turn their whole chat so far and new words,
-against an engine that keeps nothing. Tokens are random and greedy. Prints JSON lines; `--out` adds them to a
-file.
+against an engine that keeps nothing. With `--disk` the engine that keeps prefixes is stopped after half of
+the turns, and a new one goes on from what is in that folder. Tokens are random and greedy. Prints JSON lines;
+`--out` adds them to a file.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from mlxd.scheduler.config import (
     CacheConfig,
     Config,
     DecodeConfig,
+    DiskConfig,
     ModelConfig,
     SchedulerConfig,
     TenantConfig,
@@ -48,13 +51,14 @@ class Answer:
 class Served:
     """An engine and what it answers."""
 
-    def __init__(self, model: str, max_rows: int, *, prefix: bool) -> None:
+    def __init__(self, model: str, max_rows: int, *, prefix: bool, disk: Path | None = None) -> None:
+        stored = None if disk is None else DiskConfig(path=str(disk), max_bytes="8GiB")
         config = Config(
             version=1,
             tenants=(TenantConfig(name="bench", token_sha256="0" * 64),),
             model=ModelConfig(path=model),
             scheduler=SchedulerConfig(max_rows=max_rows),
-            cache=CacheConfig(budget="1GiB", prefix=prefix),
+            cache=CacheConfig(budget="1GiB", prefix=prefix, disk=stored),
             decode=DecodeConfig(warmup_s=20.0),
         )
         self._events: SimpleQueue[tuple[float, Sequence[Event]]] = SimpleQueue()
@@ -126,10 +130,14 @@ def chat(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """The same chats on an engine that keeps prefixes, then on one that does not; a line a turn."""
     for prefix in (True, False):
         rng = random.Random(0)
-        served = Served(options.model, options.users, prefix=prefix)
+        disk = options.disk if prefix else None
+        served = Served(options.model, options.users, prefix=prefix, disk=disk)
         words = served.info.vocab_size
         chats: list[Prompt] = [()] * options.users
         for turn in range(options.turns):
+            if disk is not None and turn == options.turns // 2:
+                served.close()
+                served = Served(options.model, options.users, prefix=prefix, disk=disk)
             asked = [said + tuple(rng.randrange(words) for _ in range(options.own)) for said in chats]
             answers = served.ask(asked, options.output)
             chats = [answer.prompt + tuple(answer.tokens) for answer in answers]
@@ -159,6 +167,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--users", type=int, default=0, help="run chats of so many users instead")
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--disk", type=Path, help="restart the chats' engine from this folder half way")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     for line in chat(options) if options.users else shared(options):
