@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 _QUEUE_BYTES = 256 * 2**20
 _FEWEST_QUEUED = 2
 _FADING = 0.9
-_CLOSE_S = 10.0
+_CLOSE_S = 5.0
 
 
 class DiskTier:

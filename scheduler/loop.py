@@ -14,6 +14,8 @@ from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.snapshot import SnapshotMaker
 
 _STOPPED = "the daemon stopped"
+_LAST_SAVES = 32
+"""Times that pages are handed to the disk before the end: a second or two where it hangs."""
 
 
 class _Launched(NamedTuple):
@@ -68,7 +70,9 @@ class EngineLoop:
         self._tell(self._state)
         while self._launched:
             self._launched.popleft().step.wait()
-        self._save_pages(is_idle=True)
+        for _ in range(_LAST_SAVES):
+            if not self._save_pages(is_idle=True):
+                break
         self._tell("stopped")
 
     def abandon(self, error: str) -> list[Event]:

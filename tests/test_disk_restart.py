@@ -130,12 +130,12 @@ class Served:
 def test_the_engine_keeps_prefixes_over_a_restart_and_tells_of_it(tmp_path: Path) -> None:
     config = disk_config(tmp_path / "disk")
     with Served(config) as served:
-        assert served.cached_tokens("cold", range(100)) == 0
+        assert served.cached_tokens("cold", range(240)) == 0
     with Served(config) as served:
         assert served.disk.used_bytes > 6 * 16 * 8
         assert served.disk.capacity_bytes == 64 * 2**20
-        assert served.cached_tokens("warm", range(100)) == 96
-        assert served.disk.pages["loaded"] == 6
+        assert served.cached_tokens("warm", range(240)) == 224
+        assert served.disk.pages["loaded"] == 14
         assert served.disk.load_s > 0
 
 
