@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
+from mlxd.caches.delayed import DelayedStandIn
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
 from mlxd.caches.quantized import QuantizedPrefill, QuantizedStandIn
@@ -131,6 +132,17 @@ def install_seam(model: nn.Module) -> None:
             setattr(module, _SEAM, _Redirect(original))
 
 
+def _attend_mixed(
+    stand_in: DelayedStandIn, queries: mx.array, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Attention of rows of both sorts: all rows read both pools, and each keeps what it read of its own."""
+    dense = stand_in.dense
+    return stand_in.choose(
+        InPlace().attend(queries, dense.keys, dense.values, dense.view, scale, sinks),
+        attend_packed_pages(stand_in.packed, queries, scale, sinks),
+    )
+
+
 class _Redirect:
     """mlx-lm's attention function, but for stand-ins whose variant attends by itself, or whose numbers are
     packed.
@@ -153,6 +165,8 @@ class _Redirect:
             chosen = cache.view.attention
             if isinstance(chosen, InPlace):
                 return chosen.attend(queries, keys, values, cache.view, scale, extra.get("sinks"))
+        if isinstance(cache, DelayedStandIn):
+            return _attend_mixed(cache, queries, scale, extra.get("sinks"))
         if isinstance(cache, QuantizedStandIn):
             return attend_packed_pages(cache, queries, scale, extra.get("sinks"))
         if isinstance(cache, QuantizedPrefill):

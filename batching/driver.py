@@ -7,7 +7,7 @@ from mlxd.batching.row import Row
 from mlxd.batching.runner import PendingStep, Runner
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.page_pool import PagePool
-from mlxd.caches.page_table import PageTable
+from mlxd.caches.page_table import page_tables
 from mlxd.caches.sizing import MemoryPlan
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -34,9 +34,7 @@ class Driver:
     def join(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, seed: int = 0) -> Row:
         """Add a row; `prefill` computes its prompt, `decode` its tokens."""
         self._ids += 1
-        tables = tuple(
-            PageTable(group.spec, pool) for group, pool in zip(self._memory.groups, self.pools, strict=True)
-        )
+        tables = page_tables([group.spec for group in self._memory.groups], self.pools)
         row = Row(self._ids, sampling, seed, tuple(prompt), [], tables)
         self.rows.append(row)
         self._computed[row.row_id] = 0

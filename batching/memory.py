@@ -83,7 +83,7 @@ def plan_for(
         raise SettingError(("cache", "budget"), str(error)) from error
     try:
         return plan_memory(
-            group_specs(layers, page_size),
+            group_specs(layers, page_size, chunk),
             budget_bytes=budget_bytes,
             weights_bytes=weights_bytes,
             max_rows=max_rows,

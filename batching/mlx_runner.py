@@ -21,10 +21,11 @@ from mlxd.batching.sampler import SamplingShape
 from mlxd.batching.sampler_state import Draw
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.composite import Composite
+from mlxd.caches.contract import PageStorage
 from mlxd.caches.kinds import Layer
 from mlxd.caches.page_io import PageArrays
 from mlxd.caches.persistence import PageFormat
-from mlxd.caches.row_group import RowGroup, row_bucket
+from mlxd.caches.row_group import RowGroup, row_bucket, row_groups
 from mlxd.caches.sizing import MemoryPlan
 
 
@@ -96,13 +97,16 @@ class MlxRunner:
         self.model = model
         self.info = info
         self._memory = memory
-        self._groups = [RowGroup(group.spec) for group in memory.groups]
-        place = {index: g for g, group in enumerate(memory.groups) for index in group.spec.layers}
+        self._groups = row_groups(memory.groups)
+        place: dict[int, int] = {}
+        for g, group in enumerate(memory.groups):
+            place |= {index: g for index in group.spec.layers if index not in place}
         self._layer_groups = [place[layer.shape.index] for layer in layers]
         self._caches = [
             layer.kind.make(layer.shape, self._groups[g], memory.groups[g].num_pages)
             for layer, g in zip(layers, self._layer_groups, strict=True)
         ]
+        self._storages = self._storages_by_group()
         self._paths = [layer.path for layer in layers]
         self._whole = Composite(self._caches, self._paths)
         self._page_arrays = PageArrays(self._caches, self._layer_groups)
@@ -116,6 +120,16 @@ class MlxRunner:
         self.done_at = 0.0
         install_seam(model)
         self.reset()
+
+    def _storages_by_group(self) -> list[list[PageStorage]]:
+        storages: dict[str, list[PageStorage]] = {group.spec.name: [] for group in self._groups}
+        for cache, g in zip(self._caches, self._layer_groups, strict=True):
+            group: RowGroup | None = self._groups[g]
+            for storage in cache.storages:
+                assert group is not None, f"{cache.signature()} has more storages than groups"
+                storages[group.spec.name].append(storage)
+                group = group.successor
+        return list(storages.values())
 
     def reset(self) -> None:
         """Empty pools, and no row known: as new, also after a step that failed."""
@@ -161,12 +175,11 @@ class MlxRunner:
         return MlxStep(self, plan, draw, roots, compiled)
 
     def _scrub(self, pages: Sequence[tuple[int, ...]]) -> None:
-        for group, dirty in enumerate(pages):
+        for storages, dirty in zip(self._storages, pages, strict=False):
             if dirty:
                 index = mx.array(dirty, dtype=mx.int32)
-                for cache, at in zip(self._caches, self._layer_groups, strict=True):
-                    if at == group:
-                        cache.scrub(index)
+                for storage in storages:
+                    storage.scrub(index)
 
     def _restore(self, restored: Sequence[RestoredPage]) -> None:
         if restored:

@@ -60,15 +60,28 @@ def prefill(
     """
     start = cohort[0].start
     ends = [chunk.end for chunk in cohort]
-    views = [
-        PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends)
+    views = {
+        spec.name: PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends)
         for index, spec in groups
-    ]
+        if spec.serves(start)
+    }
+    specs = [spec for _, spec in groups]
+    serving = [spec.name if spec.serves(start) else spec.successor for spec in specs]
+    maintained = [m for cache in caches if (m := cache.prefill_maintenance) is not None]
     length = max(chunk.num_tokens for chunk in cohort)
     tokens = mx.array([chunk.tokens + (0,) * (length - chunk.num_tokens) for chunk in cohort], dtype=mx.int32)
-    stand_ins = [cache.prefill(views[group]) for cache, group in zip(caches, layer_groups, strict=True)]
+    for cache in maintained:
+        cache.begin_prefill()
+    stand_ins = [
+        cache.prefill(views[name])
+        for cache, group in zip(caches, layer_groups, strict=True)
+        if (name := serving[group]) is not None
+    ]
     model(tokens, cache=assemble(paths, stand_ins))
     for stand_in in stand_ins:
         stand_in.finish()
+    for cache in maintained:
+        cache.commit_prefill(range(len(cohort)))
+        cache.end_prefill()
     done: mx.array = mx.depends(mx.zeros(()), [array for cache in caches for array in cache.state()])
     return done

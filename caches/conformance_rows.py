@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from mlxd.caches.contract import RowCache
 from mlxd.caches.page_pool import PagePool
-from mlxd.caches.page_table import PageTable
+from mlxd.caches.page_table import PageTable, page_tables
 from mlxd.caches.paged_view import PagedView, PrefillView
-from mlxd.caches.row_group import RowGroup
-from mlxd.caches.sizing import GroupSpec
+from mlxd.caches.row_group import RowGroup, row_groups
+from mlxd.caches.sizing import GroupPlan, GroupSpec
 
 NUM_PAGES = 16
 Array = npt.NDArray[np.float32]
@@ -30,12 +30,18 @@ class Subject:
         step: (decode stand-in, marks float32 [B]) -> float32 [B, ...]. Appends one position a row, made from
             the row's mark, and returns what depends on all positions that the row may read.
         prefill: (prefill stand-in, marks float32 [1, L]). Appends L positions of one row.
+        successor: the group that takes its rows over, where one does; `make`'s group is tied to it.
     """
 
     spec: GroupSpec
     make: Callable[[RowGroup, int], RowCache]
     step: Callable[[Any, mx.array], mx.array]
     prefill: Callable[[Any, mx.array], None]
+    successor: GroupSpec | None = None
+
+    @property
+    def specs(self) -> tuple[GroupSpec, ...]:
+        return (self.spec,) if self.successor is None else (self.spec, self.successor)
 
 
 class CopiedPages:
@@ -57,13 +63,21 @@ def _in_order(pool: mx.array, table: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """contract.DecodeStepInputs of the one group there is."""
+    """contract.DecodeStepInputs."""
 
     positions: mx.array
-    only: PagedView
+    views: dict[str, PagedView]
 
     def view(self, group: str) -> PagedView:
-        return self.only
+        return self.views[group]
+
+
+def _step(specs: Sequence[GroupSpec], at: mx.array, tables: Sequence[mx.array]) -> _Step:
+    """`tables`: table and start of each group."""
+    pairs = zip(specs, tables[::2], tables[1::2], strict=True)
+    return _Step(
+        at, {spec.name: PagedView(spec, table, start, at, CopiedPages()) for spec, table, start in pairs}
+    )
 
 
 class Rows:
@@ -71,33 +85,40 @@ class Rows:
 
     def __init__(self, subject: Subject, num_pages: int = NUM_PAGES) -> None:
         self.subject = subject
-        self.pool = PagePool(num_pages)
-        self.group = RowGroup(subject.spec)
-        self.cache = subject.make(self.group, num_pages)
-        self.tables: dict[int, PageTable] = {}
+        self.pools = [PagePool(num_pages) for _ in subject.specs]
+        self.groups = row_groups([GroupPlan(spec, num_pages) for spec in subject.specs])
+        self.cache = subject.make(self.groups[0], num_pages)
+        self.tables: dict[int, tuple[PageTable, ...]] = {}
         self.offsets: dict[int, int] = {}
         self.holds_pages = False
         """Set while a speculative round is open: what it undoes must still be there."""
 
     def join(self, row: int, length: int = 0) -> None:
         """Row number `row`, which decides its marks, with `length` positions prefilled in chunks."""
-        self.tables[row] = PageTable(self.subject.spec, self.pool)
+        self.tables[row] = page_tables(self.subject.specs, self.pools)
         self.offsets[row] = 0
         chunk = min(self.subject.spec.page_size, 4)
         for start in range(0, length, chunk):
             self._prefill(row, start, min(length, start + chunk))
 
     def _prefill(self, row: int, start: int, end: int) -> None:
-        table = self.tables[row]
         self._make_room(row, start, end)
-        stand_in = self.cache.prefill(PrefillView(self.subject.spec, [table], start, [end]))
+        [serving] = [table for table in self.tables[row] if table.spec.serves(start)]
+        maintenance = self.cache.prefill_maintenance
+        if maintenance is not None:
+            maintenance.begin_prefill()
+        stand_in = self.cache.prefill(PrefillView(serving.spec, [serving], start, [end]))
         self.subject.prefill(stand_in, mx.array([[mark(row, at) for at in range(start, end)]]))
         stand_in.finish()
+        if maintenance is not None:
+            maintenance.commit_prefill([0])
+            maintenance.end_prefill()
         mx.eval(self.cache.state())
         self.offsets[row] = end
 
     def leave(self, row: int) -> None:
-        self.tables.pop(row).clear()
+        for table in self.tables.pop(row):
+            table.clear()
         del self.offsets[row]
 
     def append(self, rows: Sequence[int] | None = None, *, compiled: bool = False) -> dict[int, Array]:
@@ -112,18 +133,32 @@ class Rows:
     def bind(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._make_room(row, self.offsets[row], self.offsets[row] + 1)
-        self.group.bind([self.tables[row] for row in rows], [self.offsets[row] for row in rows], len(rows))
+        offsets = [self.offsets[row] for row in rows]
+        for index, group in enumerate(self.groups):
+            group.bind([self.tables[row][index] for row in rows], offsets, len(rows))
+
+    def bind_idle(self, num_rows: int, width: int, num_pages: int) -> int:
+        """A step of idle rows, as `RowGroup.bind_idle`; the position they write."""
+        position = max(group.bind_idle(num_rows, width, num_pages) for group in self.groups)
+        for group in self.groups:
+            group.shift_idle(position)
+        return position
+
+    def scrub(self, pages: mx.array) -> None:
+        for storage in self.cache.storages:
+            storage.scrub(pages)
 
     def adopt_offsets(self) -> None:
         """Go on from where the cache says its rows are, after it dropped positions."""
         self.offsets = dict(zip(self.offsets, self.cache.row_offsets, strict=True))
 
     def _make_room(self, row: int, start: int, end: int) -> None:
-        if not self.holds_pages:
-            self.tables[row].release_before(start)
-        self.tables[row].grow(end)
-        if dirty := self.pool.take_scrub():
-            self.cache.scrub(mx.array(dirty, dtype=mx.int32))
+        for table, pool, storage in zip(self.tables[row], self.pools, self.cache.storages, strict=True):
+            if not self.holds_pages:
+                table.release_before(start)
+            table.grow(end)
+            if dirty := pool.take_scrub():
+                storage.scrub(mx.array(dirty, dtype=mx.int32))
 
     def step(
         self, marks: mx.array, positions: Sequence[int] | None = None, *, compiled: bool = False
@@ -131,20 +166,19 @@ class Rows:
         """The bound step, as a function of arrays; `positions` where rows are idle."""
         plan = self.cache.prepare_decode_step()
         slot = self.cache.decode_slot(plan)
-        spec, layer = self.subject.spec, self.subject.step
+        specs, layer = self.subject.specs, self.subject.step
 
         def body(marks: mx.array, at: mx.array, *arrays: mx.array) -> list[mx.array]:
-            table, start, *inputs = arrays
-            step = _Step(at, PagedView(spec, table, start, at, CopiedPages()))
-            stand_in = slot.trace(inputs, step)
+            tables, inputs = arrays[: 2 * len(specs)], arrays[2 * len(specs) :]
+            stand_in = slot.trace(inputs, _step(specs, at, tables))
             return [layer(stand_in, marks), *stand_in.outputs]
 
-        at = mx.array(list(self.group.offsets if positions is None else positions), dtype=mx.int32)
-        table, start = mx.array(self.group.table), mx.array(self.group.start)
-        inputs = self.cache.decode_inputs(plan, _Step(at, PagedView(spec, table, start, at, CopiedPages())))
+        at = mx.array(list(self.groups[0].offsets if positions is None else positions), dtype=mx.int32)
+        tables = [mx.array(array) for group in self.groups for array in (group.table, group.start)]
+        inputs = self.cache.decode_inputs(plan, _step(specs, at, tables))
         assert len(inputs) == slot.num_inputs, "decode_inputs and the slot disagree"
         run = mx.compile(body) if compiled else body
-        computed, *outputs = run(marks, at, table, start, *inputs)
+        computed, *outputs = run(marks, at, *tables, *inputs)
         assert len(outputs) == slot.num_outputs, "the stand-in's outputs and the slot disagree"
         self.cache.commit_decode_step(slot, outputs)
         mx.eval(computed, self.cache.state())

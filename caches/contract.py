@@ -239,15 +239,28 @@ class CompiledDecodeCache(Protocol):
         ...
 
 
-class RowCache(CompiledDecodeCache, Protocol):
-    """What the runner drives: a compiled-decode cache whose rows also prefill."""
-
-    def prefill(self, view: PrefillView) -> PrefillStandIn:
-        """The stand-in for one prefill forward; its appends land in this cache."""
-        ...
+class PageStorage(Protocol):
+    """Pools of one group's pages."""
 
     def scrub(self, pages: mx.array) -> None:
         """Zero these pages, int32 [n], before they get another owner."""
+        ...
+
+
+class RowCache(CompiledDecodeCache, Protocol):
+    """What the runner drives: a compiled-decode cache whose rows also prefill."""
+
+    @property
+    def storages(self) -> Sequence[PageStorage]:
+        """Its pools: one for its group, and one for each successor of it, in order."""
+        ...
+
+    def prefill(self, view: PrefillView) -> PrefillStandIn:
+        """The stand-in for one prefill forward; its appends land in this cache.
+
+        Args:
+            view: of the layer's group, or of its successor where that serves the chunk.
+        """
         ...
 
     def reset(self) -> None:

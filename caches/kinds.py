@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import RowCache
+from mlxd.caches.delayed import DelayedRows, DelayedShape
 from mlxd.caches.mlx_lm_import import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlxd.caches.packed import pack
 from mlxd.caches.paged import LayerShape, PagedRows
@@ -206,12 +207,12 @@ def _packed(layer: Layer, quantization: Quantization) -> Layer:
                 f"layer {layer.path[0]} has heads {dim} wide, not a multiple of group_size, "
                 f"{quantization.group_size}"
             )
+    is_delayed = quantization.start > 0
+    form = DelayedShape if is_delayed else QuantizedShape
     return replace(
         layer,
-        kind=replace(kind, make=kind.make_packed),
-        shape=QuantizedShape(
-            shape.index, shape.n_kv_heads, shape.key_dim, shape.value_dim, shape.dtype, quantization
-        ),
+        kind=replace(kind, make=DelayedRows if is_delayed else kind.make_packed),
+        shape=form(shape.index, shape.n_kv_heads, shape.key_dim, shape.value_dim, shape.dtype, quantization),
     )
 
 
@@ -225,21 +226,39 @@ def _flatten(natives: Sequence[Any]) -> list[tuple[Path, Any]]:
     return flat
 
 
-def group_specs(layers: Sequence[Layer], page_size: int) -> tuple[GroupSpec, ...]:
-    """Layers of one kind and window share page tables; groups come in order of their first layer."""
+def group_specs(layers: Sequence[Layer], page_size: int, chunk: int = 0) -> tuple[GroupSpec, ...]:
+    """Layers of one kind and window share page tables; groups come in order of their first layer.
+
+    Args:
+        chunk: prefill chunk in tokens, whole pages, at whose multiples rows may be packed; 0: one page.
+    """
     names = list(dict.fromkeys(layer.group for layer in layers))
-    specs = []
+    specs: list[GroupSpec] = []
     for name in names:
         members = [layer for layer in layers if layer.group == name]
         state_bytes = sum(s.bytes_per_row for m in members if isinstance(s := m.shape, StateShape))
-        specs.append(
-            GroupSpec(
-                name=name,
-                layers=tuple(layer.shape.index for layer in members),
-                window=members[0].window,
-                page_size=ENDLESS if state_bytes else page_size,
-                bytes_per_token=sum(layer.shape.bytes_per_token for layer in members),
-                state_bytes=state_bytes,
-            )
+        spec = GroupSpec(
+            name=name,
+            layers=tuple(layer.shape.index for layer in members),
+            window=members[0].window,
+            page_size=ENDLESS if state_bytes else page_size,
+            bytes_per_token=sum(layer.shape.bytes_per_token for layer in members),
+            state_bytes=state_bytes,
         )
+        delayed = [layer.shape for layer in members if isinstance(layer.shape, DelayedShape)]
+        specs += _dense_then_packed(spec, delayed, chunk or page_size) if delayed else [spec]
     return tuple(specs)
+
+
+def _dense_then_packed(packed: GroupSpec, shapes: Sequence[DelayedShape], chunk: int) -> list[GroupSpec]:
+    """The two groups that rows of delayed layers pass through; all layers of a group are delayed alike."""
+    boundary = -(-shapes[0].quantization.start // chunk) * chunk
+    successor = f"{packed.name}:packed"
+    dense = replace(
+        packed,
+        name=f"{packed.name}:dense",
+        bytes_per_token=sum(shape.dense.bytes_per_token for shape in shapes),
+        until=boundary,
+        successor=successor,
+    )
+    return [dense, replace(packed, name=successor, since=boundary)]

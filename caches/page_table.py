@@ -13,12 +13,16 @@ class PageTable:
 
         [0, first_page)                      given back (a sliding window moved past them)
         [first_page, first_page + len(pages))  held
+
+    Attributes:
+        successor: the row's table in the group that takes it over, where one does.
     """
 
-    __slots__ = ("_pool", "first_page", "pages", "spec", "version")
+    __slots__ = ("_pool", "first_page", "pages", "spec", "successor", "version")
 
-    def __init__(self, spec: GroupSpec, pool: PagePool) -> None:
+    def __init__(self, spec: GroupSpec, pool: PagePool, successor: "PageTable | None" = None) -> None:
         self.spec = spec
+        self.successor = successor
         self._pool = pool
         self.pages: list[int] = []
         self.first_page = 0
@@ -42,7 +46,14 @@ class PageTable:
 
     def pages_short(self, end: int) -> int:
         """Pages to allocate before positions up to `end` (exclusive) have room."""
-        return max(0, -(-end // self.spec.page_size) - self.first_page - len(self.pages))
+        end = self.spec.room_for(end)
+        first_page = self.first_page if self.pages else max(self.first_page, self._entry_page)
+        return max(0, -(-end // self.spec.page_size) - first_page - len(self.pages))
+
+    @property
+    def _entry_page(self) -> int:
+        """The oldest page of a row that is taken over: what its window had left is not wanted."""
+        return self.spec.first_live_page(self.spec.since) if self.spec.since else 0
 
     def adopt(self, pages: Sequence[int]) -> None:
         """Begin with full pages of another owner, shared by reference: never write to them."""
@@ -60,7 +71,10 @@ class PageTable:
         """
         short = self.pages_short(end)
         if short:
-            self.pages += self._pool.allocate(short)
+            pages = self._pool.allocate(short)
+            if not self.pages:
+                self.first_page = max(self.first_page, self._entry_page)
+            self.pages += pages
             self.version += 1
 
     def release_before(self, position: int) -> None:
@@ -78,3 +92,12 @@ class PageTable:
         self.pages = []
         self.first_page = 0
         self.version += 1
+
+
+def page_tables(specs: Sequence[GroupSpec], pools: Sequence[PagePool]) -> tuple[PageTable, ...]:
+    """A new row's tables, one a group in the plan's order, each tied to its successor."""
+    tables: dict[str, PageTable] = {}
+    for spec, pool in reversed(list(zip(specs, pools, strict=True))):
+        successor = None if spec.successor is None else tables[spec.successor]
+        tables[spec.name] = PageTable(spec, pool, successor)
+    return tuple(tables[spec.name] for spec in specs)

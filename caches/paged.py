@@ -12,6 +12,7 @@ from mlxd.caches.contract import (
     DecodeStepInputs,
     DecodeStepPlan,
     KvDonorRows,
+    PageStorage,
 )
 from mlxd.caches.paged_view import PagedView, PrefillView, write_position
 from mlxd.caches.row_group import RowGroup
@@ -154,6 +155,10 @@ class PagedRows:
     @property
     def values(self) -> mx.array:
         return self.planes[1]
+
+    @property
+    def storages(self) -> tuple[PageStorage, ...]:
+        return (self,)
 
     @property
     def num_rows(self) -> int:

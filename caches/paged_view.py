@@ -60,11 +60,22 @@ class PagedView:
     def width(self) -> int:
         return int(self.table.shape[1])
 
+    @property
+    def _column(self) -> mx.array:
+        """int32 [B]: where the new position goes; the last column, of scratch, for rows served elsewhere."""
+        column, spec = self.positions - self._start, self.spec
+        if not spec.is_partial:
+            return column
+        serves = self.positions >= spec.since
+        if spec.until is not None:
+            serves = serves & (self.positions < spec.until)
+        return mx.where(serves, column, self.width * spec.page_size - 1)
+
     def write_rows(self, n_kv_heads: int) -> mx.array:
         """int32 [B * n_kv_heads, 1]: where the new position goes in a pool seen as rows of head_dim."""
         if n_kv_heads not in self._write_rows:
             size = self.spec.page_size
-            column = self.positions - self._start
+            column = self._column
             page = mx.take_along_axis(self.table, (column // size)[:, None], axis=1)
             heads = mx.arange(n_kv_heads, dtype=mx.int32)
             rows = (page * n_kv_heads + heads) * size + (column % size)[:, None]
@@ -83,7 +94,7 @@ class PagedView:
         """bool [B, T * page_size]: columns that the new position attends to, itself included."""
         if self._valid is None:
             columns = mx.arange(self.width * self.spec.page_size, dtype=mx.int32)
-            position = (self.positions - self._start)[:, None]
+            position = self._column[:, None]
             self._valid = columns <= position
             if self.spec.window is not None:
                 self._valid = self._valid & (columns > position - self.spec.window)

@@ -20,6 +20,8 @@ def why_not_reusable(specs: Sequence[GroupSpec]) -> str:
         return "recurrent state is not reusable"
     if any(spec.window is not None for spec in specs):
         return "sliding windows are not reusable"
+    if any(spec.is_partial for spec in specs):
+        return "rows that are packed on their way are not reusable"
     if len({spec.page_size for spec in specs}) > 1:
         return "groups differ in page size"
     return ""

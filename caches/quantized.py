@@ -34,11 +34,11 @@ class QuantizedShape(LayerShape):
         )
 
 
-def _planes_of(keys: mx.array, values: mx.array, quantization: Quantization) -> list[mx.array]:
+def planes_of(keys: mx.array, values: mx.array, quantization: Quantization) -> list[mx.array]:
     return [*pack(keys, quantization).planes, *pack(values, quantization).planes]
 
 
-def _keys_and_values(planes: Sequence[mx.array], quantization: Quantization) -> tuple[Packed, Packed]:
+def keys_and_values(planes: Sequence[mx.array], quantization: Quantization) -> tuple[Packed, Packed]:
     keys, key_scales, key_biases, values, value_scales, value_biases = planes
     return (
         Packed(keys, key_scales, key_biases, quantization),
@@ -62,7 +62,7 @@ class QuantizedStandIn:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes [B, n_kv_heads, 1, head_dim] of the new position."""
         rows = self.view.write_rows(keys.shape[1])
-        new = _planes_of(keys, values, self._quantization)
+        new = planes_of(keys, values, self._quantization)
         self._planes = [write_position(pool, n, rows) for pool, n in zip(self._planes, new, strict=True)]
         return self.keys_and_values()
 
@@ -77,7 +77,7 @@ class QuantizedStandIn:
     @property
     def pools(self) -> tuple[Packed, Packed]:
         """Keys and values, [num_pages, n_kv_heads, page_size, dim] packed, this step's position written."""
-        return _keys_and_values(self._planes, self._quantization)
+        return keys_and_values(self._planes, self._quantization)
 
     @property
     def outputs(self) -> list[mx.array]:
@@ -96,7 +96,7 @@ class QuantizedPrefill:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes [n, n_kv_heads, L, head_dim]; returns NaN in the shape of all positions attended to."""
         rows, view = self._rows, self._view
-        new = _planes_of(keys, values, rows.shape.quantization)
+        new = planes_of(keys, values, rows.shape.quantization)
         rows.planes = [view.write(pool, n) for pool, n in zip(rows.planes, new, strict=True)]
         self._fetched = [view.read(pool, n) for pool, n in zip(rows.planes, new, strict=True)]
         return self.keys_and_values()
@@ -108,7 +108,7 @@ class QuantizedPrefill:
 
     @property
     def _attended(self) -> tuple[Packed, Packed]:
-        return _keys_and_values(self._fetched, self._rows.shape.quantization)
+        return keys_and_values(self._fetched, self._rows.shape.quantization)
 
     def attend(
         self, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None
@@ -183,7 +183,7 @@ class QuantizedRows(PagedRows):
 
     def capture_donor_attention(self) -> QuantizedDonor:
         """A packed copy, pages gathered into order; later appends, leaves and disposal do not reach it."""
-        keys, values = _keys_and_values(self._planes_in_order(), self.shape.quantization)
+        keys, values = keys_and_values(self._planes_in_order(), self.shape.quantization)
         starts, ends = self._live_columns()
         return QuantizedDonor(keys, values, self._offsets, starts, ends)
 

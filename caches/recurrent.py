@@ -7,7 +7,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows
+from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows, PageStorage
 from mlxd.caches.mlx_lm_import import ArraysCache
 from mlxd.caches.paged_view import PrefillView
 from mlxd.caches.row_group import RowGroup
@@ -104,6 +104,10 @@ class RecurrentRows:
         self.pools = [mx.zeros((slots, *shape), dtype) for shape, dtype in self.shape.arrays]
         self._offsets: tuple[int, ...] = ()
         self._round: list[tuple[tuple[int, ...], list[mx.array]]] | None = None
+
+    @property
+    def storages(self) -> tuple[PageStorage, ...]:
+        return (self,)
 
     @property
     def num_rows(self) -> int:

@@ -1,6 +1,6 @@
 """The rows that a step sees in one group: their tables and where each one's next position goes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,7 @@ import numpy.typing as npt
 from mlxd.caches.contract import DecodeSlot
 from mlxd.caches.page_pool import SCRATCH_PAGE
 from mlxd.caches.page_table import PageTable
-from mlxd.caches.sizing import GroupSpec
+from mlxd.caches.sizing import GroupPlan, GroupSpec
 
 _IntArray = npt.NDArray[np.int32]
 
@@ -33,11 +33,21 @@ class RowGroup:
 
     Host mirrors of what the step gets as arrays. Layers check and advance through it, so that one count
     serves them all. Rows beyond the bound ones are idle: their table is the scratch page and their position
-    0.
+    0. So is the table of a bound row whose position the group does not serve.
+
+    Attributes:
+        width: columns of `table`; 0 where the group serves no row of the step.
     """
 
-    def __init__(self, spec: GroupSpec) -> None:
+    def __init__(self, spec: GroupSpec, num_pages: int = 0, successor: "RowGroup | None" = None) -> None:
+        """
+        Args:
+            num_pages: of the group's pools, scratch not counted.
+            successor: the group that takes its rows over, where one does.
+        """
         self.spec = spec
+        self.num_pages = num_pages
+        self.successor = successor
         self.tables: tuple[PageTable, ...] = ()
         self.offsets: tuple[int, ...] = ()
         self.num_rows = 0
@@ -61,28 +71,33 @@ class RowGroup:
         Raises:
             IndexError: a row has no room for its position. Device writes check no bounds.
         """
-        for table, offset in zip(tables, offsets, strict=True):
-            if not table.start <= offset < table.end:
+        serves = [self.spec.serves(offset) for offset in offsets]
+        for table, offset, is_served in zip(tables, offsets, serves, strict=True):
+            if is_served and not table.start <= offset < table.end:
                 raise IndexError(f"position {offset} is outside the pages held, [{table.start}, {table.end})")
         self.tables, self.offsets = tuple(tables), tuple(offsets)
-        stamp = (num_rows, exact, *((id(table), table.version) for table in tables))
+        stamp = (num_rows, exact, *((id(table), table.version) for table in tables), *serves)
         if stamp != self._stamp:
             self._stamp = stamp
-            widest = max((len(table.pages) for table in tables), default=1)
-            self._lay_out(num_rows, widest if exact else width_bucket(widest))
+            served = {i: table for i, table in enumerate(tables) if serves[i]}
+            none = 0 if self.spec.is_partial else 1
+            widest = max((len(table.pages) for table in served.values()), default=none)
+            self._lay_out(num_rows, widest if exact or not widest else width_bucket(widest), served)
 
     def bind_idle(self, num_rows: int, width: int, num_pages: int) -> int:
         """A step of idle rows, to trace a graph or to time it.
 
         It reads pages 1..num_pages as full rows would, and writes to the scratch page.
 
+        Args:
+            width: 0 where the group is to serve no row.
         Returns:
             The position that all rows write; a larger one will do if the tables are moved by `shift_idle`.
         """
         self.tables, self.offsets = (), ()
         self._stamp = ()
-        self._lay_out(num_rows, width)
-        if self.spec.state_bytes:
+        self._lay_out(num_rows, width, {})
+        if self.spec.state_bytes or not width:
             return 0
         cells = np.arange(num_rows * (width - 1), dtype=np.int32) % num_pages + 1
         self._table[:, :-1] = cells.reshape(num_rows, width - 1)
@@ -93,11 +108,11 @@ class RowGroup:
         if not self.spec.state_bytes:
             self._start[:] = position + 1 - self.width * self.spec.page_size
 
-    def _lay_out(self, num_rows: int, width: int) -> None:
+    def _lay_out(self, num_rows: int, width: int, served: Mapping[int, PageTable]) -> None:
         self.num_rows, self.width, self.changed = num_rows, width, True
         self._table = np.full((num_rows, width), SCRATCH_PAGE, np.int32)
         self._start = np.zeros((num_rows,), np.int32)
-        for i, table in enumerate(self.tables):
+        for i, table in served.items():
             held = len(table.pages)
             self._table[i, :held] = table.pages
             self._table[i, held:] = table.pages[-1]
@@ -128,3 +143,12 @@ class RowGroup:
     def start(self) -> _IntArray:
         """int32 [num_rows], position of each row's first column."""
         return self._start
+
+
+def row_groups(plans: Sequence[GroupPlan]) -> list[RowGroup]:
+    """Of a memory plan, in its order, each tied to its successor."""
+    groups: dict[str, RowGroup] = {}
+    for plan in reversed(plans):
+        successor = None if plan.spec.successor is None else groups[plan.spec.successor]
+        groups[plan.spec.name] = RowGroup(plan.spec, plan.num_pages, successor)
+    return [groups[plan.spec.name] for plan in plans]

@@ -21,6 +21,9 @@ class GroupSpec:
         page_size: positions a page holds; ENDLESS for state that does not grow.
         bytes_per_token: bytes one more position of one row costs, K and V, over all `layers`.
         state_bytes: bytes of a row's state where it does not grow, over all `layers`: its one page.
+        since, until: it serves positions [since, until) of a row (until None: to its end), whole pages.
+            Its pages are there from the step that reaches `since`, and go back when `until` is reached.
+        successor: name of the group, later in the plan, that takes the row over at `until`.
     """
 
     name: str
@@ -29,6 +32,9 @@ class GroupSpec:
     page_size: int
     bytes_per_token: int
     state_bytes: int = 0
+    since: int = 0
+    until: int | None = None
+    successor: str | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -37,7 +43,27 @@ class GroupSpec:
     @property
     def is_bounded(self) -> bool:
         """Whether a row's part stops growing, however long it gets."""
-        return self.window is not None or self.state_bytes > 0
+        return self.window is not None or self.state_bytes > 0 or self.until is not None
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether a row that grows hands pages back."""
+        return self.window is not None or self.until is not None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it serves only some of a row's positions."""
+        return self.since > 0 or self.until is not None
+
+    def serves(self, position: int) -> bool:
+        """Whether a row that computes `position` writes it here, and reads the ones before it here."""
+        return self.since <= position and (self.until is None or position < self.until)
+
+    def room_for(self, end: int) -> int:
+        """Positions that must have room once a row reaches `end` positions, those handed back included."""
+        if end < self.since:
+            return 0
+        return end if self.until is None else min(end, self.until)
 
     def pages_for(self, num_tokens: int, chunk: int) -> int:
         """Most pages a row ever holds at once while it grows to `num_tokens`, prefilled `chunk` at a time.
@@ -45,13 +71,15 @@ class GroupSpec:
         A sliding group holds the pages that touch the last `window` positions (at most
         ceil(window / page_size) + 1, since the window may begin inside a page) plus the chunk being written.
         """
-        pages = _ceil_div(num_tokens, self.page_size)
+        pages = _ceil_div(self.room_for(num_tokens), self.page_size)
         if self.window is None:
             return pages
         return min(pages, _ceil_div(self.window, self.page_size) + 1 + _ceil_div(chunk, self.page_size))
 
     def first_live_page(self, position: int) -> int:
         """Logical index of the oldest page that a query at `position` still reads."""
+        if self.until is not None and position >= self.until:
+            return self.until // self.page_size
         if self.window is None:
             return 0
         return max(0, position - self.window + 1) // self.page_size

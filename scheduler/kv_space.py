@@ -8,7 +8,7 @@ from mlxd.batching.row import Row
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.caches.ledger import Ledger, Reservation
 from mlxd.caches.page_pool import PagePool, PoolExhaustedError
-from mlxd.caches.page_table import PageTable
+from mlxd.caches.page_table import PageTable, page_tables
 from mlxd.caches.prefix import PageChain, PrefixCache, PrefixEntry, why_not_reusable
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.metrics.stats import DiskStats
@@ -57,7 +57,7 @@ class KvSpace:
         self._ledger = Ledger(plan, overcommit)
         self._pools = tuple(PagePool(group.num_pages) for group in plan.groups)
         self._specs = tuple(group.spec for group in plan.groups)
-        self._sliding = tuple(i for i, spec in enumerate(self._specs) if spec.window is not None)
+        self._shrinking = tuple(i for i, spec in enumerate(self._specs) if spec.gives_back)
         reason = why_not_reusable(self._specs) if reuse else "cache.prefix is false"
         self.prefix_note = f"off: {reason}" if reason else "on"
         size = self._specs[0].page_size
@@ -91,7 +91,7 @@ class KvSpace:
             token_s: seconds in which a token of prefill is computed; slower disks are not asked.
         """
         self._ledger.reserve(row_id, request.worst_case)
-        tables = tuple(PageTable(spec, pool) for spec, pool in zip(self._specs, self._pools, strict=True))
+        tables = page_tables(self._specs, self._pools)
         row = Row(row_id, request.sampling, request.seed, request.prompt, request.output, tables)
         if self._prefix is not None:
             if request.chain is None:
@@ -199,7 +199,7 @@ class KvSpace:
         False: the pages there are do not suffice; some groups may have grown. Only where overcommitted.
         """
         assert start >= row.num_reused, f"row {row.row_id} writes position {start} of a shared page"
-        for group in self._sliding:
+        for group in self._shrinking:
             row.tables[group].release_before(start)
         try:
             for table in row.tables:

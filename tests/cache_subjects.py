@@ -1,14 +1,16 @@
 """Cache kinds as subjects of the conformance suite: how a layer of each uses its cache."""
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.caches.conformance import Subject
-from mlxd.caches.paged import LayerShape, PagedRows
+from mlxd.caches.delayed import DelayedRows, DelayedShape, DelayedStandIn
+from mlxd.caches.paged import LayerShape, PagedRows, PagedStandIn
 from mlxd.caches.quantization import Quantization
-from mlxd.caches.quantized import QuantizedRows, QuantizedShape
+from mlxd.caches.quantized import QuantizedRows, QuantizedShape, QuantizedStandIn
 from mlxd.caches.recurrent import RecurrentRows, StateShape
 from mlxd.caches.sizing import ENDLESS, GroupSpec
 
@@ -16,6 +18,8 @@ HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 PAGE, WINDOW = 4, 6
 SHAPE = LayerShape(0, HEADS, KEY_DIM, VALUE_DIM, mx.float32)
 PACKED = QuantizedShape(0, HEADS, 32, 32, mx.float32, Quantization(bits=8, group_size=32))
+BOUNDARY = 8
+DELAYED = DelayedShape(0, HEADS, 32, 32, mx.float32, Quantization(bits=8, group_size=32, start=BOUNDARY))
 STATE = StateShape(0, (((2, 3), mx.float32), ((4,), mx.float32)))
 
 
@@ -77,4 +81,34 @@ def recurrent(kind: type[RecurrentRows]) -> Subject:
 def packed(kind: type[QuantizedRows], window: int | None = None) -> Subject:
     return Subject(
         pages(PACKED, window), lambda group, n: kind(PACKED, group, n), attend_packed, store_packed
+    )
+
+
+def attend_delayed(stand_in: Any, marks: mx.array) -> mx.array:
+    """By the sort of step, as the seam in mlxd.batching.attention does it."""
+    if isinstance(stand_in, QuantizedStandIn):
+        return attend_packed(stand_in, marks)
+    queries, values = vectors(marks[:, None], 32, 0), vectors(marks[:, None], 32, 1)
+    if isinstance(stand_in, PagedStandIn):
+        return _attend_dense(stand_in, queries, *stand_in.update_and_fetch(queries, values))
+    assert isinstance(stand_in, DelayedStandIn)
+    stand_in.update_and_fetch(queries, values)
+    return stand_in.choose(
+        _attend_dense(stand_in.dense, queries, *stand_in.dense.keys_and_values()),
+        attend_packed_pages(stand_in.packed, queries, 1.0, None),
+    )
+
+
+def _attend_dense(stand_in: PagedStandIn, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=stand_in.make_mask(1))
+
+
+def delayed(window: int | None = None) -> Subject:
+    dense = replace(pages(DELAYED.dense, window), until=BOUNDARY, successor="packed")
+    return Subject(
+        dense,
+        lambda group, n: DelayedRows(DELAYED, group, n),
+        attend_delayed,
+        store_packed,
+        replace(pages(DELAYED, window), name="packed", since=BOUNDARY),
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from cache_subjects import WINDOW, packed, paged, recurrent
+from cache_subjects import WINDOW, delayed, packed, paged, recurrent
 
 from mlxd.caches.conformance import CacheConformance, Subject
 from mlxd.caches.contract import DecodeSlot, KvDonorRows
@@ -30,6 +30,14 @@ class TestQuantized(CacheConformance):
 
 class TestQuantizedRotating(CacheConformance):
     subject = packed(QuantizedRotatingRows, WINDOW)
+
+
+class TestDelayed(CacheConformance):
+    subject = delayed()
+
+
+class TestDelayedRotating(CacheConformance):
+    subject = delayed(WINDOW)
 
 
 class TestRecurrent(CacheConformance):

@@ -35,6 +35,7 @@ MLX_OWNERS = {
     "caches": {
         "conformance",
         "conformance_rows",
+        "delayed",
         "kinds",
         "mlx_lm_import",
         "packed",

@@ -156,7 +156,7 @@ def make_rig(
     if quantization is not None:
         layers = packed_layers(layers, quantization)
     memory = plan_memory(
-        group_specs(layers, page_size),
+        group_specs(layers, page_size, max(CHUNK, page_size)),
         budget_bytes=budget_bytes,
         weights_bytes=sum(value.nbytes for _, value in parameters_of(model)),
         max_rows=max_rows,

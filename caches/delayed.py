@@ -1,0 +1,347 @@
+"""Keys and values that are dense until a row has a given length, and packed from then on."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows, PrefillStandIn
+from mlxd.caches.page_table import PageTable
+from mlxd.caches.paged import LayerShape, PagedRows, PagedStandIn
+from mlxd.caches.paged_view import PrefillView
+from mlxd.caches.quantized import (
+    QuantizedRotatingRows,
+    QuantizedRows,
+    QuantizedShape,
+    QuantizedStandIn,
+    keys_and_values,
+    planes_of,
+)
+from mlxd.caches.rotating import RotatingRows
+from mlxd.caches.row_group import RowGroup
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedShape(QuantizedShape):
+    """A layer that is packed late; what it says of planes and bytes is that of the packed form."""
+
+    @property
+    def dense(self) -> LayerShape:
+        return LayerShape(self.index, self.n_kv_heads, self.key_dim, self.value_dim, self.dtype)
+
+
+class DelayedStandIn:
+    """A layer inside a step of rows of both sorts: each row writes its own sort's pages, others scratch.
+
+    The model gets NaN: only the attention seam may read, and it takes the numbers from `dense` and `packed`.
+    """
+
+    def __init__(self, dense: PagedStandIn, packed: QuantizedStandIn) -> None:
+        self.dense = dense
+        self.packed = packed
+        self.offset = dense.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes [B, n_kv_heads, 1, head_dim] of the new position."""
+        self.dense.update_and_fetch(keys, values)
+        return self.packed.update_and_fetch(keys, values)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For layers that attend to this one's keys and values; after its own update."""
+        return self.packed.keys_and_values()
+
+    def make_mask(self, num_tokens: int, window_size: int | None = None, return_array: bool = False) -> None:
+        return None
+
+    def choose(self, dense: mx.array, packed: mx.array) -> mx.array:
+        """Each row's own of two [B, ...]."""
+        is_packed = self.offset >= self.packed.view.spec.since
+        return mx.where(is_packed.reshape(-1, *(1 for _ in dense.shape[1:])), packed, dense)
+
+    @property
+    def outputs(self) -> list[mx.array]:
+        return [*self.dense.outputs, *self.packed.outputs]
+
+
+class DelayedRows:
+    """One layer, all rows, in two pools: dense pages of `group`, packed ones of its successor.
+
+    A row is packed when it has exactly `boundary` positions, whole prefill chunks, whether a chunk or a
+    decode step computed the last of them. So the boundary does not depend on its siblings, nor on how much
+    of the row was its prompt; a row that is computed anew is packed where it was before.
+    """
+
+    state_needs_dispose = False
+
+    def __init__(self, shape: DelayedShape, group: RowGroup, num_pages: int) -> None:
+        assert group.successor is not None, "rows need a group to be packed in"
+        dense, packed = (
+            (PagedRows, QuantizedRows) if group.spec.window is None else (RotatingRows, QuantizedRotatingRows)
+        )
+        self.shape = shape
+        self.group = group
+        self.boundary = group.successor.spec.since
+        self.dense = dense(shape.dense, group, num_pages)
+        self.packed = packed(shape, group.successor, group.successor.num_pages)
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        self._offsets: tuple[int, ...] = ()
+        self._round: tuple[int, ...] | None = None
+        self._chunk: PrefillView | None = None
+
+    @property
+    def storages(self) -> tuple[PagedRows, PagedRows]:
+        return self.dense, self.packed
+
+    @property
+    def _in_step(self) -> list[PagedRows]:
+        """The storages that serve a row of the bound step."""
+        return [storage for storage in self.storages if storage.group.width]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def row_offsets(self) -> tuple[int, ...]:
+        return self._offsets
+
+    @property
+    def offset(self) -> int:
+        return max(self._offsets, default=0)
+
+    @property
+    def rope_offsets(self) -> mx.array | None:
+        return mx.array(self._offsets, dtype=mx.int32) if self._offsets else None
+
+    @property
+    def row_floors(self) -> tuple[int, ...]:
+        """Per row, the shortest prefix from which it may be resumed: where it was packed, else 0."""
+        return tuple(self.boundary if offset >= self.boundary else 0 for offset in self._offsets)
+
+    @property
+    def minimum_reusable_offset(self) -> int:
+        return max(self.row_floors, default=0)
+
+    def max_append_tokens(self) -> float:
+        left = [self.boundary - offset for offset in self._offsets if offset < self.boundary]
+        return min(left, default=math.inf)
+
+    @property
+    def composed(self) -> "DelayedRows":
+        return self
+
+    @property
+    def current(self) -> "PagedRows | DelayedRows":
+        """The storage that holds all rows; itself while there are rows of both sorts."""
+        floors = set(self.row_floors)
+        if len(floors) > 1:
+            return self
+        return self.packed if self.boundary in floors else self.dense
+
+    def signature(self) -> str:
+        quantization, spec = self.shape.quantization, self.group.spec
+        kind = "delayed-quant" if spec.window is None else f"delayed-rotating-quant:{spec.window}"
+        return f"kv:{kind}:{quantization.bits}:{quantization.group_size}:{self.boundary}:{spec.page_size}"
+
+    def bytes_per_token(self) -> int:
+        """Of both forms: a row holds both when it is packed."""
+        return sum(storage.bytes_per_token() for storage in self.storages)
+
+    def prepare_decode_step(self) -> DecodeStepPlan:
+        """Adopts the rows bound to the groups.
+
+        Raises:
+            IndexError: no row is bound, or a row would go past its boundary in a speculative round.
+        """
+        if self._round is not None and any(self._reached(self._round, self.group.offsets)):
+            raise IndexError(f"a round may not pass position {self.boundary}: see max_append_tokens")
+        self.dense.prepare_decode_step()
+        self.packed.prepare_decode_step()
+        self._offsets = self.group.offsets
+        width = max(storage.group.width for storage in self.storages)
+        return DecodeStepPlan(fetch="ring", num_rows=self.group.num_rows, width=width)
+
+    def decode_phase(self) -> Literal["concat", "ring"]:
+        return "ring"
+
+    def decode_slot(self, plan: DecodeStepPlan) -> DecodeSlot:
+        """The storage's own where only one serves rows of the step."""
+        slots = [storage.decode_slot(plan) for storage in self._in_step]
+        return slots[0] if len(slots) == 1 else self.group.slot(self.signature(), lambda: self._mixed(*slots))
+
+    def _mixed(self, dense: DecodeSlot, packed: DecodeSlot) -> DecodeSlot:
+        split = dense.num_inputs
+        dense_trace, packed_trace = dense.trace, packed.trace
+
+        def trace(inputs: Sequence[mx.array], step: DecodeStepInputs) -> DelayedStandIn:
+            of_dense, of_packed = dense_trace(inputs[:split], step), packed_trace(inputs[split:], step)
+            assert isinstance(of_dense, PagedStandIn)
+            assert isinstance(of_packed, QuantizedStandIn)
+            return DelayedStandIn(of_dense, of_packed)
+
+        count = dense.num_inputs + packed.num_inputs
+        return DecodeSlot(key=self.signature(), num_inputs=count, num_outputs=count, trace=trace)
+
+    def decode_inputs(self, plan: DecodeStepPlan, step: DecodeStepInputs) -> list[mx.array]:
+        return [array for storage in self._in_step for array in storage.decode_inputs(plan, step)]
+
+    def commit_decode_step(self, slot: DecodeSlot, outputs: Sequence[mx.array]) -> list[mx.array]:
+        at = 0
+        for storage in self._in_step:
+            count = len(storage.planes)
+            storage.commit_decode_step(slot, outputs[at : at + count])
+            at += count
+        before, self._offsets = self._offsets, self.group.advanced(self._offsets)
+        if self._round is None:
+            self._pack_reached(before)
+        return []
+
+    def prefill(self, view: PrefillView) -> PrefillStandIn:
+        """`view` is of the group that serves the chunk.
+
+        Raises:
+            IndexError: the chunk begins before the boundary and ends after it.
+        """
+        if view.spec.since:
+            return self.packed.prefill(view)
+        if max(view.ends) > self.boundary:
+            raise IndexError(f"a chunk ends at {max(view.ends)}, past the boundary {self.boundary}")
+        self._chunk = view
+        return self.dense.prefill(view)
+
+    @property
+    def prefill_maintenance(self) -> "DelayedRows":
+        return self
+
+    def begin_prefill(self) -> None:
+        self._chunk = None
+
+    def commit_prefill(self, rows: Sequence[int]) -> None:
+        """Pack these rows of the forward just built, if their chunk ended at the boundary."""
+        if self._chunk is not None:
+            tables, ends = self._chunk.tables, self._chunk.ends
+            self._pack([tables[row] for row in rows if ends[row] == self.boundary])
+
+    def end_prefill(self) -> None:
+        self._chunk = None
+
+    def _reached(self, before: Sequence[int], now: Sequence[int]) -> list[bool]:
+        return [was < self.boundary <= end for was, end in zip(before, now, strict=True)]
+
+    def _pack_reached(self, before: Sequence[int]) -> None:
+        reached = self._reached(before, self._offsets)
+        self._pack([table for table, due in zip(self.group.tables, reached, strict=True) if due])
+
+    def _pack(self, tables: Sequence[PageTable]) -> None:
+        """Quantise these rows' dense pages, all full, into their packed ones; evaluation is begun."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for table in tables:
+            packed = table.successor
+            assert packed is not None
+            pages = table.pages[packed.first_page - table.first_page :]
+            sources += pages
+            targets += packed.pages[: len(pages)]
+        if not sources:
+            return
+        source, target = mx.array(sources, dtype=mx.int32), mx.array(targets, dtype=mx.int32)
+        keys, values = (plane[source] for plane in self.dense.planes)
+        for plane, new in zip(
+            self.packed.planes, planes_of(keys, values, self.shape.quantization), strict=True
+        ):
+            plane[target] = new
+        # Begun now, so that it has read the dense pools before the next step's writes want them alone.
+        mx.async_eval(self.packed.planes)
+
+    def state(self) -> list[mx.array]:
+        return [array for storage in self.storages for array in storage.state()]
+
+    def is_trimmable(self) -> bool:
+        """While no row is packed and no page has left a window."""
+        return not self.minimum_reusable_offset and self.dense.is_trimmable()
+
+    def trim(self, num_tokens: int, *, bypass: bool = False) -> None:
+        """Positions only; `bypass` lets packed rows drop those after their boundary.
+
+        Raises:
+            ValueError: not trimmable, or a row would end before its boundary or in pages handed back.
+        """
+        if not bypass and not self.is_trimmable():
+            raise ValueError("packed rows can no longer be trimmed")
+        window = self.group.spec.window
+        for table, offset, floor in zip(self.group.tables, self._offsets, self.row_floors, strict=True):
+            left = max(0, offset - num_tokens)
+            oldest = 0 if window is None else max(0, left - window)
+            _, held = self._held(table, offset)
+            if left < floor or oldest < held.start:
+                raise ValueError(f"cannot trim a row of {offset} by {num_tokens}: it was packed at {floor}")
+        self._offsets = tuple(max(0, offset - num_tokens) for offset in self._offsets)
+
+    def spec_round_begin(self) -> None:
+        """Rows that reach their boundary in the round are packed when it is resolved."""
+        self._round = self._offsets
+
+    def spec_round_commit(self) -> None:
+        before, self._round = self._round, None
+        if before is not None:
+            self._pack_reached(before)
+
+    def spec_round_rollback(self, keep: Sequence[int]) -> None:
+        """Raises ValueError where no round is open or a row would keep more than it appended."""
+        if self._round is None:
+            raise ValueError("no speculative round is open")
+        for before, now, kept in zip(self._round, self._offsets, keep, strict=True):
+            if not 0 <= kept <= now - before:
+                raise ValueError(f"keep is {kept}; the row appended {now - before} positions in this round")
+        self._offsets = tuple(before + kept for before, kept in zip(self._round, keep, strict=True))
+        self.spec_round_commit()
+
+    capture_donor_attention = None
+
+    def capture_donor_rows(self) -> KvDonorRows:
+        """A dense copy, pages gathered into order; later appends, leaves and disposal do not reach it."""
+        window = self.group.spec.window
+        keys, values, starts, ends = [], [], [], []
+        for table, offset in zip(self.group.tables, self._offsets, strict=True):
+            storage, held = self._held(table, offset)
+            row = self._in_order(storage, held)
+            keys.append(row[0])
+            values.append(row[1])
+            ends.append(offset - held.start)
+            starts.append(0 if window is None else max(0, ends[-1] - window))
+        return KvDonorRows(_stacked(keys), _stacked(values), self._offsets, tuple(starts), tuple(ends))
+
+    def _held(self, table: PageTable, offset: int) -> tuple[PagedRows, PageTable]:
+        """Where a row of so many positions lies."""
+        if offset < self.boundary:
+            return self.dense, table
+        assert table.successor is not None
+        return self.packed, table.successor
+
+    def _in_order(self, storage: PagedRows, table: PageTable) -> list[mx.array]:
+        """Keys and values of one row, each [n_kv_heads, columns, dim], dense."""
+        pages = mx.array(table.pages, dtype=mx.int32)
+        planes = [plane[pages].swapaxes(0, 1).flatten(1, 2) for plane in storage.planes]
+        if storage is self.dense:
+            return planes
+        return [packed.dense() for packed in keys_and_values(planes, self.shape.quantization)]
+
+    def reset(self) -> None:
+        for storage in self.storages:
+            storage.reset()
+        self._forget_rows()
+
+    def dispose(self) -> None:
+        for storage in self.storages:
+            storage.dispose()
+        self._forget_rows()
+
+
+def _stacked(rows: Sequence[mx.array]) -> mx.array:
+    """[num_rows, heads, width, dim], shorter rows filled up with zeros at their ends."""
+    width = max(row.shape[1] for row in rows)
+    return mx.stack([mx.pad(row, [(0, 0), (0, width - row.shape[1]), (0, 0)]) for row in rows])
