@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
@@ -93,7 +94,8 @@ def load_runner(
     if chunk == "auto":
         chunk_s = partial(tuning.native_chunk_s, loaded.model)
         if quantization is not None:
-            chunk_s = partial(tuning.packed_chunk_s, loaded.model, layers, size)
+            packed = layers_of(loaded.model, replace(quantization, start=0))
+            chunk_s = partial(tuning.packed_chunk_s, loaded.model, packed, size)
         chunk = tuning.choose_chunk(chunk_s, prefill_ms, size, loaded.max_model_len, box, progress)
     left_s = box.left_s
     memory = plan_for(
@@ -154,7 +156,7 @@ def _self_test(
     oracle = []
     for prompt in ragged:
         progress("self-test", 0.0)
-        oracle.append(oracle_logprobs(loaded.model, prompt, quantization))
+        oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary))
     faults: list[str] = []
     last_resort = _LAST_RESORT if "gathered" in variants else ()
     for names, num_rows in ((variants, len(ragged)), (last_resort, len(ragged)), (variants, 1)):

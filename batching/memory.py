@@ -72,7 +72,7 @@ def plan_for(
         chunk: prefill chunk in tokens, whole pages.
     Raises:
         SettingError: the budget is out of range or holds no page of each group, or the chunk is not whole
-            pages.
+            pages; or no row is ever packed that should be.
     """
     if chunk % page_size:
         sentence = f"is {chunk}; it must be a multiple of cache.page_size, {page_size} here"
@@ -81,9 +81,17 @@ def plan_for(
         budget_bytes = parse_budget(budget, free_bytes)
     except ValueError as error:
         raise SettingError(("cache", "budget"), str(error)) from error
+    specs = group_specs(layers, page_size, chunk)
+    boundary = max(spec.since for spec in specs)
+    if boundary and boundary + page_size > max_model_len:
+        sentence = (
+            f"has rows packed at {boundary} positions, whole prefill chunks of {chunk}; "
+            f"rows of at most {max_model_len} never are"
+        )
+        raise SettingError(("cache", "quantization", "start"), sentence)
     try:
-        return plan_memory(
-            group_specs(layers, page_size, chunk),
+        memory = plan_memory(
+            specs,
             budget_bytes=budget_bytes,
             weights_bytes=weights_bytes,
             max_rows=max_rows,
@@ -92,3 +100,8 @@ def plan_for(
         )
     except ValueError as error:
         raise SettingError(("cache", "budget"), f"is {budget!r}: {error}") from error
+    shortest = boundary + page_size
+    if boundary and any(g.num_pages < g.spec.pages_for(shortest, chunk) + 2 for g in memory.groups):
+        sentence = f"is {budget!r}: it holds no row of {shortest} positions that is packed at {boundary}"
+        raise SettingError(("cache", "budget"), sentence)
+    return memory

@@ -10,7 +10,7 @@ from mlxd.batching.driver import Driver
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.plan import RowResult
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.caches.kinds import native_caches, rounded_caches
+from mlxd.caches.kinds import native_caches, round_caches, rounded_caches
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
@@ -42,14 +42,20 @@ def _tell_nobody() -> None:
 
 
 def prompts(memory: MemoryPlan, vocab_size: int) -> list[list[int]]:
-    """Three prompts of unequal length: one that crosses pages, and a window where there is a short one; one
-    of half a page; one of a single token, which needs no prefill.
+    """Three prompts of unequal length, or as many as there may be rows.
+
+    One crosses pages, a window where there is a short one, and the boundary where rows are packed on their
+    way; one has half a page; one a single token, which needs no prefill.
     """
     size = next((g.spec.page_size for g in memory.groups if not g.spec.state_bytes), _STATE_ONLY)
     windows = [g.spec.window for g in memory.groups if g.spec.window is not None]
     longest = min(memory.max_model_len - _STEPS - 1, 3 * size, *(w + size // 2 for w in windows))
+    if memory.boundary:
+        longest = memory.boundary + size // 2
     lengths = (max(2, longest), max(1, size // 2 + 1), 1)
-    return [[(7919 * (i + 1) * (j + 3)) % vocab_size for j in range(n)] for i, n in enumerate(lengths)]
+    return [[(7919 * (i + 1) * (j + 3)) % vocab_size for j in range(n)] for i, n in enumerate(lengths)][
+        : memory.max_rows
+    ]
 
 
 def fault_in(
@@ -103,20 +109,27 @@ def _difference(result: RowResult, expected: mx.array) -> float:
 
 
 def oracle_logprobs(
-    model: nn.Module, prompt: Sequence[int], quantization: Quantization | None = None
+    model: nn.Module, prompt: Sequence[int], quantization: Quantization | None = None, boundary: int = 0
 ) -> list[mx.array]:
     """Log-probabilities of the next tokens by mlx-lm's own caches, one row, greedy; [V] float32 a step.
 
     Args:
         quantization: the precision to which the caches round what they are given.
+        boundary: positions they have when they begin to, and round those too.
     """
-    caches = native_caches(model) if quantization is None else rounded_caches(model, quantization)
-    if len(prompt) > 1:
-        model(mx.array([list(prompt[:-1])]), cache=caches)
+    at_once = quantization is not None and not boundary
+    caches = rounded_caches(model, quantization) if quantization and at_once else native_caches(model)
+    known, found, position = list(prompt[:-1]), [], 0
+    pieces = [piece for piece in (known[:boundary], known[boundary:]) if piece]
+    token = prompt[-1]
+    for piece in (*pieces, *([None] * _STEPS)):
+        tokens = [token] if piece is None else piece
+        logits = model(mx.array([tokens]), cache=caches)[0, -1].astype(mx.float32)
         mx.eval([cache.state for cache in caches])
-    token, found = prompt[-1], []
-    for _ in range(_STEPS):
-        logits = model(mx.array([[token]]), cache=caches)[0, -1].astype(mx.float32)
-        found.append(logits - mx.logsumexp(logits))
-        token = int(mx.argmax(logits))
+        position += len(tokens)
+        if quantization is not None and position == boundary:
+            round_caches(caches, quantization)
+        if piece is None:
+            found.append(logits - mx.logsumexp(logits))
+            token = int(mx.argmax(logits))
     return found

@@ -125,8 +125,18 @@ def reachable_widths(memory: MemoryPlan) -> list[tuple[int, ...]]:
     most = [group.spec.pages_for(memory.max_model_len, memory.chunk) for group in memory.groups]
     seen: dict[tuple[int, ...], None] = {}
     for pages in range(1, max(most) + 1):
-        seen[tuple(width_bucket(min(pages, limit)) for limit in most)] = None
+        seen[_widths(memory, most, pages)] = None
+        if memory.boundary and pages * memory.groups[0].spec.page_size > memory.boundary:
+            seen[tuple(width_bucket(min(pages, limit)) for limit in most)] = None  # beside shorter rows
     return list(seen)
+
+
+def _widths(memory: MemoryPlan, most: Sequence[int], pages: int) -> tuple[int, ...]:
+    """Page-table widths of rows of so many pages; 0 for groups that do not serve them."""
+    return tuple(
+        width_bucket(min(pages, limit)) if group.spec.serves(pages * group.spec.page_size - 1) else 0
+        for group, limit in zip(memory.groups, most, strict=True)
+    )
 
 
 def typical_widths(memory: MemoryPlan, num_rows: int) -> tuple[int, ...]:
@@ -134,7 +144,7 @@ def typical_widths(memory: MemoryPlan, num_rows: int) -> tuple[int, ...]:
     limits = [group.spec.pages_for(memory.max_model_len, memory.chunk) for group in memory.groups]
     growing = [group.num_pages // num_rows for group in memory.groups if not group.spec.is_bounded]
     pages = max(1, min(int(_LONGEST_CONTEXT * max(limits)), *growing))
-    return tuple(width_bucket(min(pages, limit)) for limit in limits)
+    return _widths(memory, limits, pages)
 
 
 def best_s(run: Callable[[], float], box: TimeBox, beat_s: float = math.inf) -> float:

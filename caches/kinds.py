@@ -134,10 +134,20 @@ def native_caches(model: nn.Module) -> list[Any]:
 def rounded_caches(model: nn.Module, quantization: Quantization) -> list[Any]:
     """`native_caches` that store what packing leaves of each number: the oracle of packed kinds."""
     caches = native_caches(model)
-    for path, native in _flatten(caches):
-        if _kind_of(path[0], native).make_packed is not None:
-            native.update_and_fetch = _rounding(native.update_and_fetch, quantization)
+    round_caches(caches, quantization)
     return caches
+
+
+def round_caches(caches: Sequence[Any], quantization: Quantization) -> None:
+    """Have these caches of mlx-lm store what packing leaves of each number, those they hold included."""
+    for path, native in _flatten(caches):
+        if _kind_of(path[0], native).make_packed is None:
+            continue
+        if native.keys is not None:
+            native.keys, native.values = (
+                pack(array, quantization).dense() for array in (native.keys, native.values)
+            )
+        native.update_and_fetch = _rounding(native.update_and_fetch, quantization)
 
 
 def _rounding(update: Callable[..., Any], quantization: Quantization) -> Callable[..., Any]:

@@ -48,6 +48,12 @@ class Ledger:
         for group, n in enumerate(reservation.pages):
             self._totals[group] += n
 
+    def give_back(self, row_id: int, group: int) -> None:
+        """End the promise of this group's pages: the row will hold none of them again."""
+        pages = self._reserved[row_id].pages
+        self._totals[group] -= pages[group]
+        self._reserved[row_id] = Reservation((*pages[:group], 0, *pages[group + 1 :]))
+
     def release(self, row_id: int) -> None:
         for group, n in enumerate(self._reserved.pop(row_id).pages):
             self._totals[group] -= n

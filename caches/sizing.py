@@ -117,6 +117,11 @@ class MemoryPlan:
     groups: tuple[GroupPlan, ...]
 
     @property
+    def boundary(self) -> int:
+        """Positions that a row has when it is packed; 0 where none is packed on its way."""
+        return max((group.spec.since for group in self.groups), default=0)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all pools; never above `budget_bytes`. Each pool's scratch page comes on top."""
         return sum(group.capacity_bytes for group in self.groups)

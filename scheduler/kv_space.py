@@ -201,6 +201,9 @@ class KvSpace:
         assert start >= row.num_reused, f"row {row.row_id} writes position {start} of a shared page"
         for group in self._shrinking:
             row.tables[group].release_before(start)
+            until = self._specs[group].until
+            if until is not None and start >= until:
+                self._ledger.give_back(row.row_id, group)
         try:
             for table in row.tables:
                 if table.end < end:

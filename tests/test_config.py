@@ -126,8 +126,12 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
             "x.yaml:4: cache.quantization.group_size is 128; it must be 32 or 64",
         ),
         (
-            "cache: {quantization: {bits: 8, start: 0}}",
-            "x.yaml:4: cache.quantization.start is not a setting; known are bits, group_size",
+            "cache: {quantization: {bits: 8, end: 0}}",
+            "x.yaml:4: cache.quantization.end is not a setting; known are bits, group_size, start",
+        ),
+        (
+            "cache: {quantization: {bits: 8, start: -1}}",
+            "x.yaml:4: cache.quantization.start is -1; it must be an integer >= 0",
         ),
         (
             "cache: {quantization: {bits: 8}}\ndecode: {attention: gathered}",

@@ -16,22 +16,23 @@ from mlxd.caches.kinds import group_specs, inspect_layers, packed_layers
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import plan_memory
 
-EIGHT_BITS = Quantization(bits=8, group_size=32)
+PAGE = 8
+AT_ONCE = Quantization(bits=8, group_size=32)
+ON_THE_WAY = Quantization(bits=8, group_size=32, start=2 * PAGE)
 MODELS = ("qwen3_next", "falcon_h1", "nemotron_h", "gemma3n", "qwen3_moe")
 """Their heads are as wide as `head_dim` says."""
-PAGE = 8
 PROMPTS = [[(7 * i + 3) % VOCAB for i in range(length)] for length in (37, 9, 1)]
 _MOST_TOKENS = 8
 
 
 @cache
-def runner_of(name: str) -> MlxRunner:
+def runner_of(name: str, quantization: Quantization) -> MlxRunner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tiny_zoo._SIZES, "head_dim", 32)
         model = zoo_model(name)
-    layers = packed_layers(inspect_layers(model), EIGHT_BITS)
+    layers = packed_layers(inspect_layers(model), quantization)
     memory = plan_memory(
-        group_specs(layers, PAGE),
+        group_specs(layers, PAGE, 2 * PAGE),
         budget_bytes=2**23,
         weights_bytes=0,
         max_rows=4,
@@ -55,19 +56,23 @@ def tokens_alone(runner: MlxRunner, prompt: Sequence[int], count: int) -> list[i
     return row.output
 
 
+@pytest.mark.parametrize("quantization", [AT_ONCE, ON_THE_WAY], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_ragged_rows_read_what_packing_leaves(name: str) -> None:
-    runner = runner_of(name)
+def test_ragged_rows_read_what_packing_leaves(name: str, quantization: Quantization) -> None:
+    runner = runner_of(name, quantization)
     runner.reset()
     assert "quant:8:32" in runner.signature
-    expected = [oracle_logprobs(runner.model, prompt, EIGHT_BITS) for prompt in PROMPTS]
-    assert fault_in(runner, runner.info.memory, expected, PROMPTS, quantization=EIGHT_BITS) is None
+    memory = runner.info.memory
+    assert memory.boundary == quantization.start
+    expected = [oracle_logprobs(runner.model, p, quantization, memory.boundary) for p in PROMPTS]
+    assert fault_in(runner, memory, expected, PROMPTS, quantization=quantization) is None
 
 
+@pytest.mark.parametrize("quantization", [AT_ONCE, ON_THE_WAY], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_that_come_and_go_are_as_if_alone(name: str) -> None:
+def test_rows_that_come_and_go_are_as_if_alone(name: str, quantization: Quantization) -> None:
     chance = random.Random(name)
-    runner = runner_of(name)
+    runner = runner_of(name, quantization)
     runner.reset()
     driver = Driver(runner, runner.info.memory, pipelined=True)
     rows = []
