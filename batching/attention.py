@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
-from mlxd.caches.delayed import DelayedStandIn
+from mlxd.caches.delayed_step import DelayedStandIn
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
 from mlxd.caches.quantized import QuantizedPrefill, QuantizedStandIn

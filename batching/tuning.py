@@ -125,8 +125,9 @@ def reachable_widths(memory: MemoryPlan) -> list[tuple[int, ...]]:
     most = [group.spec.pages_for(memory.max_model_len, memory.chunk) for group in memory.groups]
     seen: dict[tuple[int, ...], None] = {}
     for pages in range(1, max(most) + 1):
-        seen[_widths(memory, most, pages)] = None
-        if memory.boundary and pages * memory.groups[0].spec.page_size > memory.boundary:
+        widths = _widths(memory, most, pages)
+        seen[widths] = None
+        if any(width and group.spec.since for width, group in zip(widths, memory.groups, strict=True)):
             seen[tuple(width_bucket(min(pages, limit)) for limit in most)] = None  # beside shorter rows
     return list(seen)
 

@@ -2,67 +2,24 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import mlx.core as mx
 
 from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows, PrefillStandIn
+from mlxd.caches.delayed_step import DelayedShape, DelayedStandIn
 from mlxd.caches.page_table import PageTable
-from mlxd.caches.paged import LayerShape, PagedRows, PagedStandIn
+from mlxd.caches.paged import PagedRows, PagedStandIn
 from mlxd.caches.paged_view import PrefillView
 from mlxd.caches.quantized import (
     QuantizedRotatingRows,
     QuantizedRows,
-    QuantizedShape,
     QuantizedStandIn,
     keys_and_values,
     planes_of,
 )
 from mlxd.caches.rotating import RotatingRows
 from mlxd.caches.row_group import RowGroup
-
-
-@dataclass(frozen=True, slots=True)
-class DelayedShape(QuantizedShape):
-    """A layer that is packed late; what it says of planes and bytes is that of the packed form."""
-
-    @property
-    def dense(self) -> LayerShape:
-        return LayerShape(self.index, self.n_kv_heads, self.key_dim, self.value_dim, self.dtype)
-
-
-class DelayedStandIn:
-    """A layer inside a step of rows of both sorts: each row writes its own sort's pages, others scratch.
-
-    The model gets NaN: only the attention seam may read, and it takes the numbers from `dense` and `packed`.
-    """
-
-    def __init__(self, dense: PagedStandIn, packed: QuantizedStandIn) -> None:
-        self.dense = dense
-        self.packed = packed
-        self.offset = dense.offset
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes [B, n_kv_heads, 1, head_dim] of the new position."""
-        self.dense.update_and_fetch(keys, values)
-        return self.packed.update_and_fetch(keys, values)
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """For layers that attend to this one's keys and values; after its own update."""
-        return self.packed.keys_and_values()
-
-    def make_mask(self, num_tokens: int, window_size: int | None = None, return_array: bool = False) -> None:
-        return None
-
-    def choose(self, dense: mx.array, packed: mx.array) -> mx.array:
-        """Each row's own of two [B, ...]."""
-        is_packed = self.offset >= self.packed.view.spec.since
-        return mx.where(is_packed.reshape(-1, *(1 for _ in dense.shape[1:])), packed, dense)
-
-    @property
-    def outputs(self) -> list[mx.array]:
-        return [*self.dense.outputs, *self.packed.outputs]
 
 
 class DelayedRows:
@@ -74,6 +31,7 @@ class DelayedRows:
     """
 
     state_needs_dispose = False
+    capture_donor_attention = None
 
     def __init__(self, shape: DelayedShape, group: RowGroup, num_pages: int) -> None:
         assert group.successor is not None, "rows need a group to be packed in"
@@ -133,6 +91,8 @@ class DelayedRows:
     @property
     def composed(self) -> "DelayedRows":
         return self
+
+    prefill_maintenance = composed
 
     @property
     def current(self) -> "PagedRows | DelayedRows":
@@ -213,10 +173,6 @@ class DelayedRows:
         self._chunk = view
         return self.dense.prefill(view)
 
-    @property
-    def prefill_maintenance(self) -> "DelayedRows":
-        return self
-
     def begin_prefill(self) -> None:
         self._chunk = None
 
@@ -238,22 +194,21 @@ class DelayedRows:
 
     def _pack(self, tables: Sequence[PageTable]) -> None:
         """Quantise these rows' dense pages, all full, into their packed ones; evaluation is begun."""
-        sources: list[int] = []
-        targets: list[int] = []
+        sources, targets = list[int](), list[int]()
         for table in tables:
             packed = table.successor
             assert packed is not None
-            pages = table.pages[packed.first_page - table.first_page :]
+            skip = packed.first_page - table.first_page
+            pages = table.pages[skip : skip + len(packed.pages)]
             sources += pages
             targets += packed.pages[: len(pages)]
         if not sources:
             return
         source, target = mx.array(sources, dtype=mx.int32), mx.array(targets, dtype=mx.int32)
         keys, values = (plane[source] for plane in self.dense.planes)
-        for plane, new in zip(
-            self.packed.planes, planes_of(keys, values, self.shape.quantization), strict=True
-        ):
-            plane[target] = new
+        new = planes_of(keys, values, self.shape.quantization)
+        for plane, numbers in zip(self.packed.planes, new, strict=True):
+            plane[target] = numbers
         # Begun now, so that it has read the dense pools before the next step's writes want them alone.
         mx.async_eval(self.packed.planes)
 
@@ -299,8 +254,6 @@ class DelayedRows:
                 raise ValueError(f"keep is {kept}; the row appended {now - before} positions in this round")
         self._offsets = tuple(before + kept for before, kept in zip(self._round, keep, strict=True))
         self.spec_round_commit()
-
-    capture_donor_attention = None
 
     def capture_donor_rows(self) -> KvDonorRows:
         """A dense copy, pages gathered into order; later appends, leaves and disposal do not reach it."""

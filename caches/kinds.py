@@ -9,7 +9,8 @@ import mlx.nn as nn
 
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import RowCache
-from mlxd.caches.delayed import DelayedRows, DelayedShape
+from mlxd.caches.delayed import DelayedRows
+from mlxd.caches.delayed_step import DelayedShape
 from mlxd.caches.mlx_lm_import import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlxd.caches.packed import pack
 from mlxd.caches.paged import LayerShape, PagedRows

@@ -7,7 +7,8 @@ import mlx.core as mx
 
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.caches.conformance import Subject
-from mlxd.caches.delayed import DelayedRows, DelayedShape, DelayedStandIn
+from mlxd.caches.delayed import DelayedRows
+from mlxd.caches.delayed_step import DelayedShape, DelayedStandIn
 from mlxd.caches.paged import LayerShape, PagedRows, PagedStandIn
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.quantized import QuantizedRows, QuantizedShape, QuantizedStandIn

@@ -40,6 +40,12 @@ class TestDelayedRotating(CacheConformance):
     subject = delayed(WINDOW)
 
 
+class TestDelayedNarrow(CacheConformance):
+    """Nothing of a row is in its window when it is packed."""
+
+    subject = delayed(1)
+
+
 class TestRecurrent(CacheConformance):
     subject = recurrent(RecurrentRows)
 

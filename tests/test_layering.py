@@ -36,6 +36,7 @@ MLX_OWNERS = {
         "conformance",
         "conformance_rows",
         "delayed",
+        "delayed_step",
         "kinds",
         "mlx_lm_import",
         "packed",

@@ -28,6 +28,19 @@ def test_reservations_add_up_and_return_to_zero() -> None:
     ledger.check_integrity()
 
 
+def test_a_group_that_a_row_is_done_with_is_free_for_others() -> None:
+    ledger = Ledger(MEMORY)
+    ledger.reserve(1, Reservation((4, 7)))
+    assert not ledger.fits(Reservation((1, 2)))
+    for _ in range(2):
+        ledger.give_back(1, 1)
+        ledger.check_integrity()
+        assert ledger.snapshot() == {"full": 4, "sliding:32": 0}
+    assert ledger.fits(Reservation((1, 2)))
+    ledger.release(1)
+    assert ledger.reserved_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("overcommit", "pages", "fits"),
     [

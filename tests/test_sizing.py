@@ -1,9 +1,10 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from mlxd.caches.page_pool import PagePool
-from mlxd.caches.page_table import PageTable
+from mlxd.caches.page_table import PageTable, page_tables
 from mlxd.caches.sizing import GroupSpec, plan_memory
 
 
@@ -22,6 +23,32 @@ def most_pages_held(group: GroupSpec, num_tokens: int, chunk: int) -> int:
         table.grow(end)
         most, start = max(most, len(table.pages)), end
     return most
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 40])
+@pytest.mark.parametrize("boundary", [16, 32, 64])
+def test_a_row_that_changes_groups_holds_in_each_what_it_reserved(boundary: int, window: int | None) -> None:
+    """Nothing of the second before the boundary, nothing of the first after it."""
+    for page_size in (1, 4, 16):
+        first = replace(spec(window, page_size), until=boundary, successor="second")
+        second = replace(spec(window, page_size), name="second", since=boundary)
+        for num_tokens in (1, 15, 16, 17, 33, 63, 64, 65, 100):
+            for group in (first, second):
+                held, reserved = most_pages_held(group, num_tokens, 16), group.pages_for(num_tokens, 16)
+                assert held <= reserved, (group.name, page_size, num_tokens)
+        tables = page_tables((first, second), (PagePool(1000), PagePool(1000)))
+        for table in tables:
+            table.grow(boundary - 1)
+        assert [bool(table.pages) for table in tables] == [True, False]
+        for table in tables:
+            table.grow(boundary)
+        oldest = 0 if window is None else max(0, boundary - window + 1) // page_size
+        assert len(tables[1].pages) == boundary // page_size - oldest
+        assert tables[1].end == (boundary if tables[1].pages else 0)
+        tables[0].release_before(boundary)
+        assert tables[0].pages == []
+        tables[0].grow(boundary + 1)
+        assert tables[0].pages == []
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 16, 17, 40])
