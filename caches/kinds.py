@@ -40,6 +40,7 @@ class Kind:
         make: the cache of one layer: (shape, group, num_pages).
         probes: whether that forward gets a probe in place of the native cache.
         make_packed: its packed form, of a QuantizedShape; None where there is nothing to pack.
+        make_delayed: its form that is packed on its way, of a DelayedShape; None where there is none.
     """
 
     native: type
@@ -49,6 +50,7 @@ class Kind:
     make: Callable[[Any, RowGroup, int], RowCache]
     probes: bool = True
     make_packed: Callable[[Any, RowGroup, int], RowCache] | None = None
+    make_delayed: Callable[[Any, RowGroup, int], RowCache] | None = None
 
 
 REFUSED = {
@@ -101,6 +103,7 @@ KINDS: tuple[Kind, ...] = (
         _attention_shape,
         PagedRows,
         make_packed=QuantizedRows,
+        make_delayed=DelayedRows,
     ),
     Kind(
         RotatingKVCache,
@@ -109,6 +112,7 @@ KINDS: tuple[Kind, ...] = (
         _attention_shape,
         RotatingRows,
         make_packed=QuantizedRotatingRows,
+        make_delayed=DelayedRows,
     ),
     Kind(ArraysCache, lambda cache: "state", lambda cache: None, _state_shape, RecurrentRows, probes=False),
 )
@@ -218,11 +222,14 @@ def _packed(layer: Layer, quantization: Quantization) -> Layer:
                 f"layer {layer.path[0]} has heads {dim} wide, not a multiple of group_size, "
                 f"{quantization.group_size}"
             )
-    is_delayed = quantization.start > 0
-    form = DelayedShape if is_delayed else QuantizedShape
+    make, form = kind.make_packed, QuantizedShape
+    if quantization.start:
+        if kind.make_delayed is None:
+            raise UnsupportedCacheError(f"layer {layer.path[0]} can only be packed with start: 0")
+        make, form = kind.make_delayed, DelayedShape
     return replace(
         layer,
-        kind=replace(kind, make=DelayedRows if is_delayed else kind.make_packed),
+        kind=replace(kind, make=make),
         shape=form(shape.index, shape.n_kv_heads, shape.key_dim, shape.value_dim, shape.dtype, quantization),
     )
 
@@ -263,6 +270,7 @@ def group_specs(layers: Sequence[Layer], page_size: int, chunk: int = 0) -> tupl
 
 def _dense_then_packed(packed: GroupSpec, shapes: Sequence[DelayedShape], chunk: int) -> list[GroupSpec]:
     """The two groups that rows of delayed layers pass through; all layers of a group are delayed alike."""
+    assert len(shapes) == len(packed.layers), f"only some layers of {packed.name} are delayed"
     boundary = -(-shapes[0].quantization.start // chunk) * chunk
     successor = f"{packed.name}:packed"
     dense = replace(

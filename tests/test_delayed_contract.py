@@ -1,5 +1,6 @@
 """Rows packed on their way: the contract's members, what they cost, and who may have them."""
 
+import dataclasses
 import math
 import random
 from pathlib import Path
@@ -25,7 +26,14 @@ from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
 from mlxd.batching.tuning import reachable_widths, typical_widths
 from mlxd.caches.conformance_rows import Rows
 from mlxd.caches.delayed import DelayedRows
-from mlxd.caches.kinds import group_specs, inspect_layers, native_caches, packed_layers, round_caches
+from mlxd.caches.kinds import (
+    UnsupportedCacheError,
+    group_specs,
+    inspect_layers,
+    native_caches,
+    packed_layers,
+    round_caches,
+)
 from mlxd.caches.paged_view import PrefillView
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import GroupSpec, plan_memory
@@ -155,6 +163,13 @@ def specs(start: int, page: int = PAGE, chunk: int = CHUNK) -> tuple[GroupSpec, 
         inspect_layers(make_rig("mistral/64").model), Quantization(bits=4, group_size=32, start=start)
     )
     return group_specs(layers, page, chunk)
+
+
+def test_a_kind_without_such_a_form_is_refused_by_its_layer() -> None:
+    [layer, *_] = inspect_layers(make_rig("llama/64").model)
+    layer = dataclasses.replace(layer, kind=dataclasses.replace(layer.kind, make_delayed=None))
+    with pytest.raises(UnsupportedCacheError, match="layer 0 can only be packed with start: 0"):
+        packed_layers([layer], FOUR_BITS)
 
 
 @pytest.mark.parametrize(("start", "boundary"), [(1, 16), (16, 16), (17, 32), (40, 48)])
