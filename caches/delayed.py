@@ -20,9 +20,10 @@ from mlxd.caches.quantized import (
 )
 from mlxd.caches.rotating import RotatingRows
 from mlxd.caches.row_group import RowGroup
+from mlxd.caches.row_offsets import RowOffsets
 
 
-class DelayedRows:
+class DelayedRows(RowOffsets):
     """One layer, all rows, in two pools: dense pages of `group`, packed ones of its successor.
 
     A row is packed when it has exactly `boundary` positions, whole prefill chunks, whether a chunk or a
@@ -46,7 +47,7 @@ class DelayedRows:
         self._forget_rows()
 
     def _forget_rows(self) -> None:
-        self._offsets: tuple[int, ...] = ()
+        self._offsets = ()
         self._round: tuple[int, ...] | None = None
         self._chunk: PrefillView | None = None
 
@@ -58,22 +59,6 @@ class DelayedRows:
     def _in_step(self) -> list[PagedRows]:
         """The storages that serve a row of the bound step."""
         return [storage for storage in self.storages if storage.group.width]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._offsets)
-
-    @property
-    def row_offsets(self) -> tuple[int, ...]:
-        return self._offsets
-
-    @property
-    def offset(self) -> int:
-        return max(self._offsets, default=0)
-
-    @property
-    def rope_offsets(self) -> mx.array | None:
-        return mx.array(self._offsets, dtype=mx.int32) if self._offsets else None
 
     @property
     def row_floors(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from mlxd.caches.contract import (
 )
 from mlxd.caches.paged_view import PagedView, PrefillView, write_position
 from mlxd.caches.row_group import RowGroup
+from mlxd.caches.row_offsets import RowOffsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class PagedPrefill:
         return self._view.mask(num_tokens, window_size, return_array)
 
 
-class PagedRows:
+class PagedRows(RowOffsets):
     """One full-attention layer, all rows: a pool of pages whose tables live in its group.
 
     planes: keys [num_pages + 1, n_kv_heads, page_size, key_dim], and values, the same with value_dim.
@@ -145,7 +146,7 @@ class PagedRows:
         """Empty pools, as new: also after an evaluation that failed, which the old arrays would repeat."""
         lead = self._num_pages + 1, self.shape.n_kv_heads, self.group.spec.page_size
         self.planes = [mx.zeros((*lead, width), dtype) for width, dtype in self.shape.planes]
-        self._offsets: tuple[int, ...] = ()
+        self._offsets = ()
         self._round: tuple[int, ...] | None = None
 
     @property
@@ -159,22 +160,6 @@ class PagedRows:
     @property
     def storages(self) -> tuple[PageStorage, ...]:
         return (self,)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._offsets)
-
-    @property
-    def row_offsets(self) -> tuple[int, ...]:
-        return self._offsets
-
-    @property
-    def offset(self) -> int:
-        return max(self._offsets, default=0)
-
-    @property
-    def rope_offsets(self) -> mx.array | None:
-        return mx.array(self._offsets, dtype=mx.int32) if self._offsets else None
 
     def signature(self) -> str:
         return f"kv:paged:{self.group.spec.page_size}"

@@ -11,6 +11,7 @@ from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, K
 from mlxd.caches.mlx_lm_import import ArraysCache
 from mlxd.caches.paged_view import PrefillView
 from mlxd.caches.row_group import RowGroup
+from mlxd.caches.row_offsets import RowOffsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def replace_rows(pool: mx.array, slots: mx.array, states: mx.array) -> mx.array:
     return mx.put_along_axis(flat, index, new, axis=0).reshape(pool.shape)
 
 
-class RecurrentRows:
+class RecurrentRows(RowOffsets):
     """One recurrent layer, all rows: pools of states, a slot a row, given out as the group's pages.
 
     A slot is zeroed before it gets an owner, and zero is the state that a model starts from.
@@ -102,28 +103,12 @@ class RecurrentRows:
     def reset(self) -> None:
         slots = self._num_pages + 1
         self.pools = [mx.zeros((slots, *shape), dtype) for shape, dtype in self.shape.arrays]
-        self._offsets: tuple[int, ...] = ()
+        self._offsets = ()
         self._round: list[tuple[tuple[int, ...], list[mx.array]]] | None = None
 
     @property
     def storages(self) -> tuple[PageStorage, ...]:
         return (self,)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._offsets)
-
-    @property
-    def row_offsets(self) -> tuple[int, ...]:
-        return self._offsets
-
-    @property
-    def offset(self) -> int:
-        return max(self._offsets, default=0)
-
-    @property
-    def rope_offsets(self) -> mx.array | None:
-        return mx.array(self._offsets, dtype=mx.int32) if self._offsets else None
 
     def signature(self) -> str:
         return "ssm"

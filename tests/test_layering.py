@@ -47,6 +47,7 @@ MLX_OWNERS = {
         "recurrent",
         "rotating",
         "row_group",
+        "row_offsets",
     },
     "metrics": set(),
     "scheduler": set(),
