@@ -160,12 +160,15 @@ class CacheConformance:
         assert [array.shape for array in rows.cache.state()] == shapes
         assert not any(array.any() for array in rows.state(slice(None)))
 
-    def test_a_compiled_step_computes_what_an_eager_one_does(self) -> None:
-        eager, compiled = self.rows_at(5, 3), self.rows_at(5, 3)
-        for _ in range(3):
+    def test_a_compiled_step_computes_and_stores_what_an_eager_one_does(self) -> None:
+        eager, compiled = self.rows_at(12, 3), self.rows_at(12, 3)
+        for _ in range(14):
             expected, found = eager.append(), compiled.append(compiled=True)
             for row in expected:
                 np.testing.assert_allclose(found[row], expected[row], rtol=1e-5, atol=1e-6)
+            stored = zip(eager.state(slice(1, None)), compiled.state(slice(1, None)), strict=True)
+            for kept, array in stored:
+                np.testing.assert_allclose(array, kept, rtol=1e-5, atol=1e-6)
 
     def test_dropped_positions_are_as_if_they_had_never_been(self) -> None:
         rows = self.rows_at(4, 2)
@@ -181,7 +184,7 @@ class CacheConformance:
         for _ in range(4):
             _assert_as_alone(self.subject, rows)
 
-    @pytest.mark.parametrize("keep", [(0, 0), (3, 1), (2, 3), (3, 3)])
+    @pytest.mark.parametrize("keep", [(0, 0), (3, 1), (1, 2), (2, 3), (3, 3)])
     def test_a_round_keeps_what_each_row_accepted_to_the_bit(self, keep: Sequence[int]) -> None:
         rows = self.round_of(3, 7, 1)
         rows.cache.spec_round_rollback(keep)

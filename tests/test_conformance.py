@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from cache_subjects import WINDOW, delayed, packed, paged, recurrent
+from cache_subjects import PAGE, WINDOW, delayed, packed, paged, recurrent
 
 from mlxd.caches.conformance import CacheConformance, Subject
 from mlxd.caches.contract import DecodeSlot, KvDonorRows
@@ -23,6 +23,16 @@ class TestPaged(CacheConformance):
 
 class TestRotating(CacheConformance):
     subject = paged(RotatingRows, WINDOW)
+
+
+class TestRotatingByOne(CacheConformance):
+    """A position attends to itself alone."""
+
+    subject = paged(RotatingRows, 1)
+
+
+class TestRotatingByPages(CacheConformance):
+    subject = paged(RotatingRows, 2 * PAGE)
 
 
 class TestQuantized(CacheConformance):
