@@ -1,17 +1,20 @@
 """Chats that grow, through the whole daemon: what is computed, what is found, when the first token comes.
 
     python benchmarks/chat.py --users 8 --turns 10 --stop-after 5 --kill-after 7
+    python benchmarks/chat.py --document 1500 --turns 2 --stop-after 1
 
 Two daemons (`mlxd serve`, a process each) get the same turns one after the other; which is first changes from
 turn to turn. The warm one keeps prefixes in memory and on disk, the cold one none (`cache.prefix: false`). In
 a turn all users ask at once, greedily and in the model's chat template: their chat so far, with the warm
 daemon's answers, and a new question. After the turns named the warm daemon is stopped (SIGTERM) or killed
-(SIGKILL) as soon as its last answer is there, and started anew on the same folder. Prints a JSON line for
-each daemon and turn, then a table in markdown; `--out` adds the lines to a file.
+(SIGKILL) as soon as its last answer is there, and started anew on the same folder. With `--document` each
+chat begins with a text of its own, of so many words. Prints a JSON line for each daemon and turn, then a
+table in markdown; `--out` adds the lines to a file.
 """
 
 import argparse
 import asyncio
+import random
 import signal
 import tempfile
 import time
@@ -54,6 +57,13 @@ class Answer:
     first_token_s: float = 0.0
     text: str = ""
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
+
+
+def beginning(user: int, num_words: int) -> Chat:
+    """A chat before its first question; with a text of random words, or with nothing."""
+    words = " ".join(QUESTIONS).split()
+    text = " ".join(random.Random(user).choices(words, k=num_words))
+    return [{"role": "system", "content": text}] if text else []
 
 
 async def ask(client: AsyncClient, chat: Chat, num_tokens: int) -> Answer:
@@ -160,7 +170,7 @@ async def serving(folder: Path, options: argparse.Namespace, cache: CacheConfig)
 async def run(folder: Path, options: argparse.Namespace) -> None:
     disk = DiskConfig(path=str(folder / "disk"), max_bytes="4GiB")
     endings = {options.stop_after: signal.SIGTERM, options.kill_after: signal.SIGKILL}
-    chats: list[Chat] = [[] for _ in range(options.users)]
+    chats = [beginning(user, options.document) for user in range(options.users)]
     lines: list[Line] = []
     async with (
         serving(folder / "warm", options, CacheConfig(budget="1GiB", disk=disk)) as warm,
@@ -182,6 +192,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--output", type=int, default=16, help="most tokens of an answer")
+    parser.add_argument("--document", type=int, default=0, help="words that each chat begins with")
     parser.add_argument(
         "--stop-after", type=int, default=5, help="turn after which the warm daemon is stopped"
     )
