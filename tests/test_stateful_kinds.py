@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -69,18 +70,16 @@ def memory_for(specs: Sequence[GroupSpec], share: float) -> MemoryPlan:
 
 
 def _cut(group: GroupPlan, share: float) -> GroupPlan:
+    if group.spec.state_bytes:
+        return group
     one_row = group.spec.pages_for(MAX_LEN, CHUNK)
-    return (
-        group
-        if group.spec.state_bytes
-        else replace(group, num_pages=max(one_row, int(group.num_pages * share)))
-    )
+    return replace(group, num_pages=max(one_row, int(group.num_pages * share)))
 
 
 def mlx_subject(name: str, quantization: Quantization | None) -> Subject:
     """A tiny model that gives NaN from POISON on, in pools for less than two full rows."""
     model = zoo_model(name)
-    embedding = model.model.embed_tokens
+    embedding = next(module for _, module in model.named_modules() if isinstance(module, nn.Embedding))
     embedding.weight[POISON] = mx.array(float("nan"))
     layers = inspect_layers(model)
     if quantization is not None:
@@ -185,8 +184,8 @@ class Machine(RuleBasedStateMachine):
                 self.world.turn()
 
     @precondition(lambda self: self.prompts)
-    @rule(which=st.integers(0, 99), outcome=st.sampled_from(["cancelled", "gone"]))
-    def cancel(self, which: int, outcome: str) -> None:
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which: int) -> None:
         """One of the latest, whatever became of it."""
         self.subject.seen["operations"] += 1
         self.world.cancel(list(self.prompts)[-1 - which % min(6, len(self.prompts))])
@@ -241,8 +240,7 @@ class Machine(RuleBasedStateMachine):
         seen["evicted"] += self.world.scheduler.space.num_evicted
         seen["reused"] += sum(sum(step.prefix_hit_tokens.values()) for step in steps)
         seen["worlds that reuse"] += self.world.scheduler.space.prefix_note == "on"
-        outcomes = Counter(event.outcome for event in self.world.events if isinstance(event, Finished))
-        seen.update(outcomes)
+        seen.update(event.outcome for event in self.world.events if isinstance(event, Finished))
 
 
 def run_machine(subject: Subject, *, num_examples: int, num_operations: int) -> Counter[str]:
@@ -271,13 +269,12 @@ MORE_KINDS = {
     "state and full in each layer": ("falcon_h1", None),
     "gated delta and full, packed": ("qwen3_next", Quantization(bits=8, group_size=32)),
     "window and full, packed on the way": ("gpt_oss", Quantization(bits=4, group_size=32, start=CHUNK)),
-    "shared layers": ("gemma3n", None),
-    "state alone": ("lfm2", None),
+    "state, full and experts": ("nemotron_h", None),
 }
 
 
 def check_seen(seen: Counter[str], num_operations: int) -> None:
-    """That it was no walk in the park."""
+    """That enough happened, and of every sort."""
     expected = ["preempted", "failed", "cancelled", "length"]
     if seen["worlds that reuse"]:
         expected += ["reused", "evicted"]
@@ -294,8 +291,8 @@ def test_rows_of_all_kinds_survive_anything_as_if_alone(kinds: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", KINDS | MORE_KINDS)
 def test_rows_of_all_kinds_survive_far_more(kinds: str) -> None:
-    seen = run_machine(mlx_subject(*(KINDS | MORE_KINDS)[kinds]), num_examples=40, num_operations=100)
-    check_seen(seen, 4_000)
+    seen = run_machine(mlx_subject(*(KINDS | MORE_KINDS)[kinds]), num_examples=20, num_operations=100)
+    check_seen(seen, 1_500)
 
 
 @pytest.mark.parametrize("window", [None, 6])
