@@ -33,6 +33,15 @@ def _assert_as_alone(subject: Subject, rows: Rows) -> None:
         np.testing.assert_allclose(output, alone(subject, row, positions[row]), rtol=1e-5, atol=1e-6)
 
 
+def _goes_back(rows: Rows, keep: int) -> bool:
+    """Undo the open round of a single row; False where that is refused."""
+    try:
+        rows.cache.spec_round_rollback([keep])
+    except ValueError:
+        return False
+    return True
+
+
 def _attention_over(lent: KvDonorRows, queries: mx.array, scale: float) -> list[mx.array]:
     """Of each row, [1, n_heads, L, value_dim], over its live columns."""
     return [
@@ -206,6 +215,21 @@ class CacheConformance:
         for _ in range(appends):
             rows.append()
         return rows
+
+    def test_a_round_whose_pages_were_handed_back_is_not_undone_unseen(self) -> None:
+        """A row may go back as far as it still computes what it does alone; further is refused."""
+        for keep in range(7):
+            rows = self.rows_at(9)
+            rows.append()
+            rows.cache.spec_round_begin()
+            for _ in range(6):
+                rows.append()
+            if _goes_back(rows, keep):
+                rows.adopt_offsets()
+                _assert_as_alone(self.subject, rows)
+            else:
+                assert keep < 6
+                assert rows.cache.row_offsets == (16,)
 
     def test_a_round_that_was_accepted_cannot_be_undone(self) -> None:
         rows = self.round_of(2, 2, 1)

@@ -19,6 +19,7 @@ from mlxd.caches.quantized import (
     planes_of,
 )
 from mlxd.caches.rotating import RotatingRows
+from mlxd.caches.rounds import check_window, offsets_kept
 from mlxd.caches.row_group import RowGroup
 from mlxd.caches.row_offsets import RowOffsets
 
@@ -230,13 +231,13 @@ class DelayedRows(RowOffsets):
             self._pack_reached(before)
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
-        """Raises ValueError where no round is open or a row would keep more than it appended."""
-        if self._round is None:
-            raise ValueError("no speculative round is open")
-        for before, now, kept in zip(self._round, self._offsets, keep, strict=True):
-            if not 0 <= kept <= now - before:
-                raise ValueError(f"keep is {kept}; the row appended {now - before} positions in this round")
-        self._offsets = tuple(before + kept for before, kept in zip(self._round, keep, strict=True))
+        """As `PagedRows.spec_round_rollback`."""
+        kept = offsets_kept(self._round, self._offsets, keep)
+        for table, offset in zip(self.group.tables, kept, strict=True):
+            serving = table if offset < self.boundary else table.successor
+            assert serving is not None
+            check_window(serving, offset)
+        self._offsets = kept
         self.spec_round_commit()
 
     def capture_donor_rows(self) -> KvDonorRows:

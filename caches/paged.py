@@ -17,6 +17,7 @@ from mlxd.caches.contract import (
 from mlxd.caches.donor import DenseDonor, Donor
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged_view import PagedView, PrefillView, write_position
+from mlxd.caches.rounds import check_window, offsets_kept
 from mlxd.caches.row_group import RowGroup
 from mlxd.caches.row_offsets import RowOffsets
 
@@ -227,13 +228,16 @@ class PagedRows(RowOffsets):
         self._round = None
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
-        """Raises ValueError where no round is open or a row would keep more than it appended."""
-        if self._round is None:
-            raise ValueError("no speculative round is open")
-        for before, now, kept in zip(self._round, self._offsets, keep, strict=True):
-            if not 0 <= kept <= now - before:
-                raise ValueError(f"keep is {kept}; the row appended {now - before} positions in this round")
-        self._offsets = tuple(before + kept for before, kept in zip(self._round, keep, strict=True))
+        """Whoever drives a round hands no page back until it is resolved.
+
+        Raises:
+            ValueError: no round is open, a row would keep more than it appended, or its window would reach
+                into pages that were handed back all the same.
+        """
+        kept = offsets_kept(self._round, self._offsets, keep)
+        for table, offset in zip(self.group.tables, kept, strict=True):
+            check_window(table, offset)
+        self._offsets = kept
         self._round = None
 
     def capture_donor_rows(self) -> KvDonorRows:

@@ -15,6 +15,7 @@ from mlxd.caches.paged_view import PrefillView
 from mlxd.caches.quantized import QuantizedRotatingRows, QuantizedRows
 from mlxd.caches.recurrent import RecurrentPrefill, RecurrentRows
 from mlxd.caches.rotating import RotatingRows
+from mlxd.caches.rounds import offsets_kept
 
 
 class TestPaged(CacheConformance):
@@ -85,6 +86,11 @@ class LendsThePool(PagedRows):
         return replace(donor, starts=tuple(0 for _ in donor.starts), ends=tuple(9 for _ in donor.ends))
 
 
+class GoesBackBlindly(RotatingRows):
+    def spec_round_rollback(self, keep: Sequence[int]) -> None:
+        self._offsets = offsets_kept(self._round, self._offsets, keep)
+
+
 class LendsMoreThanItsWindow(RotatingRows):
     """To attend; read, it is right."""
 
@@ -116,6 +122,11 @@ class SharesItsSlots(RecurrentRows):
         (paged(NeverScrubbed), "test_scrub_zeroes_its_pages_and_no_other", ()),
         (paged(Stuck), "test_commit_moves_every_row_by_one", ()),
         (paged(LendsThePool), "test_what_it_lends_outlives_appends_pages_and_the_cache", ((8, 4),)),
+        (
+            paged(GoesBackBlindly, WINDOW),
+            "test_a_round_whose_pages_were_handed_back_is_not_undone_unseen",
+            (),
+        ),
         (
             paged(LendsMoreThanItsWindow, WINDOW),
             "test_what_it_lends_to_attend_reads_what_each_row_holds",
