@@ -17,7 +17,7 @@ from mlxd.batching.plan import (
 from mlxd.batching.plan_rules import PlanError, check_plan
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
-from mlxd.caches.persistence import PageFormat, PlaneSpec, split_payload
+from mlxd.caches.persistence import PageFormat, PlaneSpec
 from mlxd.caches.sizing import GroupPlan, GroupSpec, MemoryPlan
 
 _MASK = 2**64 - 1
@@ -155,6 +155,7 @@ class FakeRunner:
             raise RuntimeError(f"step {plan.step_id} fails as asked")
         if self._checks:
             check_plan(plan)
+        self._copy(plan)
         for pages, scrubbed in zip(self._pages, plan.scrub, strict=True):
             for page in scrubbed:
                 pages.pop(page, None)
@@ -221,8 +222,18 @@ class FakeRunner:
         for token in tokens:
             state.history.append(_mix(state.history[-1] if state.history else _START, token))
         if self._checks:
-            for group in range(len(self._pages)):
-                self._write_pages(row, state.history, group, start)
+            for group, table in enumerate(row.tables):
+                if table.spec.state_bytes:
+                    self._write_state(row, state.history, group, start)
+                else:
+                    self._write_pages(row, state.history, group, start)
+
+    def _write_state(self, row: Row, history: list[int], group: int, start: int) -> None:
+        [slot] = row.tables[group].pages
+        found = self._pages[group].get(slot, [0])
+        if found != [history[start - 1] if start else 0]:
+            raise PlanError(f"row {row.row_id}: slot {slot} does not hold its state before position {start}")
+        self._pages[group][slot] = [history[-1]]
 
     def _write_pages(self, row: Row, history: list[int], group: int, start: int) -> None:
         table, pages = row.tables[group], self._pages[group]
@@ -249,27 +260,34 @@ class FakeRunner:
         return False
 
     @property
-    def page_format(self) -> PageFormat:
-        specs = [group.spec for group in self.info.memory.groups]
-        planes = tuple(PlaneSpec(spec.name, "U64", (spec.page_size,)) for spec in specs)
-        return PageFormat("fake", "fake", specs[0].page_size, 0, planes)
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        memory = self.info.memory
+        return tuple(
+            PageFormat("fake", "fake", memory.page_size, spec.since, (PlaneSpec(spec.name, "U64", shape),))
+            for spec in (group.spec for group in memory.groups)
+            for shape in [(1,) if spec.state_bytes else (spec.page_size,)]
+        )
 
-    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
-        """Hashes of the pages' positions; a page that is not full must never be shared."""
+    def export_pages(self, pages: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Hashes of the pages' positions, or of a state's last; a page that is not full is never shared."""
         payloads = []
-        for ids in pages:
-            held = [self._pages[group].get(page, [0]) for group, page in enumerate(ids)]
-            if self._checks and not all(map(all, held)):
-                raise PlanError(f"pages {ids} are exported and are not full")
-            payloads.append(b"".join(array("Q", page).tobytes() for page in held))
+        for group, page in pages:
+            held = self._pages[group].get(page, [0])
+            if self._checks and not all(held):
+                raise PlanError(f"page {page} of group {group} is exported and is not full")
+            payloads.append(array("Q", held).tobytes())
         return payloads
 
+    def _copy(self, plan: StepPlan) -> None:
+        """All origins are read first. A page that nobody wrote is never copied."""
+        for group, pairs in enumerate(plan.copies):
+            pages = self._pages[group]
+            if self._checks and any(origin not in pages for origin, _ in pairs):
+                raise PlanError(f"step {plan.step_id}: of {pairs}, group {group}, an origin is empty")
+            pages |= [(page, list(pages[origin])) for origin, page in pairs if origin in pages]
+
     def _restore(self, restored: RestoredPage) -> None:
-        parts = split_payload(self.page_format.planes, restored.payload)
-        for pages, page, part in zip(self._pages, restored.pages, parts, strict=True):
-            if self._checks and page in pages:
-                raise PlanError(f"page {page} is restored and was not scrubbed")
-            pages[page] = array("Q", bytes(part)).tolist()
+        self._pages[restored.group][restored.page] = array("Q", bytes(restored.payload)).tolist()
 
     def counters(self) -> RunnerCounters:
         return RunnerCounters(eager_steps=self._num_steps)

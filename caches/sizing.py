@@ -1,6 +1,10 @@
 """How many pages and bytes a row of a given length needs, per layer group."""
 
 from dataclasses import dataclass
+from math import gcd
+
+_STATE_STRIDE = 64
+"""Positions between two boundaries of a model without pages, where the prefill chunk allows it."""
 
 ENDLESS = 2**31 - 1
 """Page size of state that does not grow: its one page has room for every position."""
@@ -120,6 +124,12 @@ class MemoryPlan:
     def boundary(self) -> int:
         """Positions that a row has when it is packed; 0 where none is packed on its way."""
         return max((group.spec.since for group in self.groups), default=0)
+
+    @property
+    def page_size(self) -> int:
+        """Positions between two places where a row may begin on what others computed."""
+        sizes = [group.spec.page_size for group in self.groups if not group.spec.state_bytes]
+        return sizes[0] if sizes else gcd(self.chunk, _STATE_STRIDE)
 
     @property
     def kv_bytes(self) -> int:

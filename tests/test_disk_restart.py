@@ -40,7 +40,7 @@ def start(rig: Rig, folder: Path) -> tuple[World, DiskTier]:
     """As after a restart: empty pools, and what is on disk."""
     rig.runner.reset()
     store = DiskStore(folder, 10**8)
-    codec = PageCodec(rig.runner.page_format, store.secret)
+    codec = PageCodec(rig.runner.page_formats, store.secret)
     tier = DiskTier(store, codec, clock=lambda: 0.0, step_s=1.0)
     return World(make_config(), rig.runner, disk=tier, secret=store.secret), tier
 

@@ -49,7 +49,7 @@ class Machine:
             memory, vocab_size=VOCAB, decode_fault=decode_fault, prefill_s_per_token=prefill_s_per_token
         )
         store = DiskStore(self.folder, max_bytes)
-        codec = PageCodec(runner.page_format, store.secret)
+        codec = PageCodec(runner.page_formats, store.secret)
         self.tier = DiskTier(store, codec, clock=clock, step_s=step_s, queue_bytes=queue_bytes)
         return World(config or make_config(), runner, disk=self.tier, secret=store.secret)
 
