@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mlxd.batching.fake_memory import fake_memory
 from mlxd.batching.plan import (
     DecodeEntry,
     PrefillChunk,
@@ -18,42 +19,10 @@ from mlxd.batching.plan_rules import PlanError, check_plan
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
 from mlxd.caches.persistence import PageFormat, PlaneSpec
-from mlxd.caches.sizing import GroupPlan, GroupSpec, MemoryPlan
+from mlxd.caches.sizing import MemoryPlan
 
 _MASK = 2**64 - 1
 _START = 0x243F6A8885A308D3
-
-
-def fake_memory(
-    *,
-    max_rows: int = 32,
-    max_model_len: int = 4096,
-    chunk: int = 64,
-    page_size: int = 16,
-    num_pages: int | None = None,
-    window: int | None = None,
-    num_window_pages: int | None = None,
-) -> MemoryPlan:
-    """A small memory plan of a full group, and of a sliding group where `window` is given.
-
-    Args:
-        num_pages, num_window_pages: of the two groups; None: what `max_rows` rows of full length need.
-    """
-    specs = [GroupSpec("full", (0,), None, page_size, bytes_per_token=64)]
-    if window is not None:
-        specs.append(GroupSpec(f"sliding:{window}", (1,), window, page_size, bytes_per_token=64))
-    groups = tuple(
-        GroupPlan(spec, max_rows * spec.pages_for(max_model_len, chunk) if count is None else count)
-        for spec, count in zip(specs, (num_pages, num_window_pages), strict=False)
-    )
-    return MemoryPlan(
-        weights_bytes=0,
-        budget_bytes=sum(group.capacity_bytes for group in groups),
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        chunk=chunk,
-        groups=groups,
-    )
 
 
 def fake_completion(prompt: Sequence[int], seed: int, max_tokens: int, vocab_size: int) -> list[int]:
@@ -88,9 +57,9 @@ class _RowState:
 class FakeRunner:
     """Gives each row tokens that depend on its own tokens and seed alone, so never on its siblings.
 
-    Pages are kept as lists of hashes. What a row reads must be what it, or whoever left it pages to reuse,
-    wrote for the same tokens: a page that was mixed up, not scrubbed, given to another row too early, never
-    written or written twice shows as a PlanError, not as a wrong token.
+    Pages are kept as lists of hashes, a state as its last one. What a row reads must be what it, or whoever
+    left it pages to reuse, wrote for the same tokens: a page that was mixed up, not scrubbed, given to
+    another row too early, never written or written twice shows as a PlanError, not as a wrong token.
 
     Args:
         memory: pools and chunk size; None: `fake_memory()`.
@@ -238,6 +207,8 @@ class FakeRunner:
     def _write_pages(self, row: Row, history: list[int], group: int, start: int) -> None:
         table, pages = row.tables[group], self._pages[group]
         size, end = table.spec.page_size, len(history)
+        if not table.spec.serves(start):
+            return
         first = table.spec.first_live_page(start)
         if not table.first_page <= first or not end <= table.end:
             raise PlanError(
@@ -255,6 +226,18 @@ class FakeRunner:
             if any(page[fresh - low :]):
                 raise PlanError(f"row {row.row_id}: position {fresh} or a later one is written again")
             page[fresh - low : high - low] = history[fresh:high]
+        if end == table.spec.until:
+            self._hand_over(row, history, group + 1)
+
+    def _hand_over(self, row: Row, history: list[int], group: int) -> None:
+        """All that the row has passes into the pages of its next group."""
+        table, size = row.tables[group], row.tables[group].spec.page_size
+        for index in range(table.first_page, len(history) // size):
+            if self._pages[group].setdefault(table.page(index), [0] * size) != [0] * size:
+                raise PlanError(
+                    f"row {row.row_id}: page {table.page(index)} of group {group} was not scrubbed"
+                )
+            self._pages[group][table.page(index)] = history[index * size : (index + 1) * size]
 
     def maintain(self) -> bool:
         return False

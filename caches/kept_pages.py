@@ -23,8 +23,8 @@ class KeptPage(NamedTuple):
 class KeptPages:
     """Pages in the order in which they are given up, the next one first.
 
-    A group of growing pages keeps each one under the key of its end. A group of states keeps a state under the
-    key of the end of the last page that went into it.
+    A group of growing pages keeps each one under the key of its end; a group of states keeps a state under
+    the key of the last page that went into it.
 
     Attributes:
         num_evicted: pages given up because others were wanted.
@@ -60,6 +60,10 @@ class KeptPages:
             return range(0)
         first = num_pages - 1 if self.has_states else self.spec.first_live_page(position)
         return range(max(0, first), num_pages)
+
+    def wanted_by(self, boundaries: Iterable[int]) -> set[int]:
+        """As `wanted`, of several."""
+        return {index for num_pages in boundaries for index in self.wanted(num_pages)}
 
     def lend(self, keys: Sequence[bytes], num_pages: int, table: PageTable) -> None:
         """Have an empty table begin after `num_pages` pages, all that it wants being there."""
@@ -106,6 +110,11 @@ class KeptPages:
         for key in keys:
             if key in self._kept:
                 self._kept.move_to_end(key)
+
+    def offer(self, key: Key) -> None:
+        """Give it up before all others."""
+        if key in self._kept:
+            self._kept.move_to_end(key, last=False)
 
     def drop(self, key: Key) -> None:
         if (kept := self._kept.pop(key, None)) is not None:

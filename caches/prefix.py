@@ -149,16 +149,17 @@ class PrefixCache:
         passed = chain.pass_boundaries(num_pages)
         if not passed:
             return
-        lasting = (*chain.recorded, chain.latest)
         for kept, table, pending in zip(self.groups, tables, chain.pending, strict=True):
             if kept.spec.is_bounded:
-                due = {index for boundary in passed for index in kept.wanted(boundary)}
-                for index in pending - {index for boundary in lasting for index in kept.wanted(boundary)}:
+                lasting = kept.wanted_by(chain.recorded)
+                for index in pending - lasting - kept.wanted_by([chain.latest]):
                     pending.remove(index)
                     kept.drop(chain.private(index))
-                for index in sorted(due, reverse=True):
+                for index in sorted(kept.wanted_by(passed), reverse=True):
                     self._record_page(kept, chain, table, index)
                     pending.add(index)
+                    if index not in lasting:
+                        kept.offer(chain.private(index))
 
     def _record_page(self, kept: KeptPages, chain: PageChain, table: PageTable, index: int) -> None:
         key, first = chain.private(index), chain.keys[0]

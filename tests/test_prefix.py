@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from mlxd.caches.chain import PageChain
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import PageTable
-from mlxd.caches.chain import PageChain
 from mlxd.caches.prefix import PrefixCache
 from mlxd.caches.sizing import GroupSpec
 
