@@ -210,11 +210,6 @@ def test_dense_pages_and_their_promise_go_back_when_a_row_is_packed() -> None:
     world.scheduler.space.check_empty()
 
 
-def test_prefixes_are_not_reused() -> None:
-    space = World(make_config(), make_rig("llama/64", quantization=FOUR_BITS).runner).scheduler.space
-    assert space.prefix_note == "off: rows that are packed on their way are not reusable"
-
-
 def tokens_by_request(world: World) -> dict[str, list[int]]:
     drawn: dict[str, list[int]] = {}
     for event in world.events:

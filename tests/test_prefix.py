@@ -181,12 +181,12 @@ def test_a_running_rows_pages_are_found_once_it_shares_them() -> None:
     assert rows.num_idle == 2
 
 
-def test_of_two_rows_with_equal_pages_one_keeps_them_and_both_leave_what_comes_after() -> None:
+def test_of_two_rows_with_equal_pages_one_keeps_them_and_both_share_what_comes_after() -> None:
     rows = Rows()
     first, second = rows.enter("aaaabbbb"), rows.enter("aaaacccc")
     first.share()
     second.share()
-    assert _cached(rows, "aaaacccc") == _cached(rows, "aaaa")
+    assert len(_cached(rows, "aaaacccc")) == 2
     second.leave()
     first.leave()
     assert (rows.found("aaaabbbb"), rows.found("aaaacccc")) == (2, 2)
