@@ -1,7 +1,7 @@
 """One request's tokens as keys of full pages, and how far its row's boundaries are recorded."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from mlxd.caches.persistence import PageName
@@ -45,13 +45,13 @@ class PageChain:
         self._root = root
         self.keys: list[bytes] = []
         self.pending: tuple[set[int], ...] = tuple(set() for _ in range(num_groups))
-        self.is_spoiled = False
-        self.begin(0, ())
+        self.begin(0)
 
-    def begin(self, num_pages: int, marks: Iterable[int]) -> None:
-        """A row begins after `num_pages` pages."""
+    def begin(self, num_pages: int) -> None:
+        """A row begins after `num_pages` pages, whatever became of the row before it."""
+        self.is_spoiled = False
         self.latest = num_pages
-        self.marks = {mark for mark in marks if mark > num_pages}
+        self.marks: set[int] = set()
         self.recorded: set[int] = set()
 
     def extend(self, num_pages: int, page_size: int, tokens: Callable[[int, int], Sequence[int]]) -> None:

@@ -50,6 +50,11 @@ class KeptPages:
         return kept.page if kept is not None and self._pool.origin(kept.page) == kept.page else None
 
     @property
+    def is_always_whole(self) -> bool:
+        """Whether a row wants every page from the first on, wherever it begins."""
+        return not self.spec.is_bounded and not self.spec.since
+
+    @property
     def has_states(self) -> bool:
         return self.spec.state_bytes > 0
 
@@ -111,10 +116,10 @@ class KeptPages:
             if key in self._kept:
                 self._kept.move_to_end(key)
 
-    def offer(self, key: Key) -> None:
-        """Give it up before all others."""
+    def rank(self, key: Key, *, is_first: bool) -> None:
+        """Give it up before or after all others."""
         if key in self._kept:
-            self._kept.move_to_end(key, last=False)
+            self._kept.move_to_end(key, last=not is_first)
 
     def drop(self, key: Key) -> None:
         if (kept := self._kept.pop(key, None)) is not None:

@@ -29,6 +29,8 @@ class PrefixCache:
 
     Attributes:
         groups: what is kept, by group.
+        has_states: whether a group holds states; then rows stop at boundaries to be recorded.
+        has_boundaries: whether there is anything to record.
         num_passed_over: pages that came in and that `take_new` never told.
     """
 
@@ -52,7 +54,7 @@ class PrefixCache:
         self.page_size = page_size
         self.groups = tuple(KeptPages(spec, pool, page_size) for spec, pool in zip(specs, pools, strict=True))
         self.has_states = any(kept.has_states for kept in self.groups)
-        self._has_bounded = any(kept.spec.is_bounded for kept in self.groups)
+        self.has_boundaries = any(kept.spec.is_bounded for kept in self.groups)
         self.num_passed_over = 0
         self._identity = identity
         self._secret = secret
@@ -84,6 +86,8 @@ class PrefixCache:
         for index, key in enumerate(chain.keys[:most]):
             for group, kept in enumerate(self.groups):
                 if key not in kept and not (stored and chain.name(index, group) in stored):
+                    if kept.is_always_whole:
+                        return found
                     begun[group] = index + 1
             wanted = [kept.wanted(index + 1) for kept in self.groups]
             if all(not pages or start <= pages.start for pages, start in zip(wanted, begun, strict=True)):
@@ -113,6 +117,7 @@ class PrefixCache:
         Its own state is copied there before the next launch.
         """
         num_pages = self.find(chain, most)
+        chain.begin(num_pages)
         for kept, table in zip(self.groups, tables, strict=True):
             if num_pages:
                 kept.lend(chain.keys, num_pages, table)
@@ -130,11 +135,11 @@ class PrefixCache:
         These are the last one that it may ever be asked for again, `most`, and where it leaves what was
         seen before: others that came so far will part with it there.
         """
-        if not self._has_bounded:
+        if not self.has_boundaries:
             return ()
         keys = chain.keys[:most]
         branch = max((index + 1 for index, key in enumerate(keys) if key in self._seen), default=0)
-        chain.begin(num_pages, (branch, most))
+        chain.marks = {mark for mark in (branch, most) if mark > num_pages}
         self._remember(keys)
         return tuple(sorted(chain.marks))
 
@@ -144,7 +149,7 @@ class PrefixCache:
         The chain has keys of all full pages before. A state is there to be had only at the boundary itself.
         """
         num_pages, rest = divmod(position, self.page_size)
-        if chain.is_spoiled or not self._has_bounded or (self.has_states and rest):
+        if chain.is_spoiled or (self.has_states and rest):
             return
         passed = chain.pass_boundaries(num_pages)
         if not passed:
@@ -158,8 +163,7 @@ class PrefixCache:
                 for index in sorted(kept.wanted_by(passed), reverse=True):
                     self._record_page(kept, chain, table, index)
                     pending.add(index)
-                    if index not in lasting:
-                        kept.offer(chain.private(index))
+                    kept.rank(chain.private(index), is_first=index not in lasting)
 
     def _record_page(self, kept: KeptPages, chain: PageChain, table: PageTable, index: int) -> None:
         key, first = chain.private(index), chain.keys[0]
@@ -196,7 +200,7 @@ class PrefixCache:
     def leave(self, chain: PageChain, tables: Sequence[PageTable], num_pages: int) -> None:
         """A row goes, its tables are about to be cleared: what it has shared or shares now was used last."""
         self.share(chain, tables, num_pages)
-        if self._has_bounded:
+        if self.has_boundaries:
             self._remember(chain.keys[:num_pages])
         for kept, table, pending in zip(self.groups, tables, chain.pending, strict=True):
             for index in pending:

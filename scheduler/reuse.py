@@ -59,7 +59,7 @@ class PrefixReuse:
 
     def record(self, request: Request, position: int) -> None:
         """The request is about to compute `position`: what its row holds here may be wanted by others."""
-        if request.chain is not None and request.row is not None:
+        if self.prefix.has_boundaries and request.chain is not None and request.row is not None:
             self._extend(request.chain, request, position)
             self.prefix.record(request.chain, request.row.tables, position)
 

@@ -323,6 +323,7 @@ def test_a_start_that_no_row_reaches_is_refused(start: int, max_model_len: int, 
             max_rows=4,
             max_model_len=max_model_len,
             chunk=CHUNK,
+            checkpoints=0.0,
         )
     assert str(caught.value) == message
 
