@@ -59,10 +59,15 @@ class PageArrays:
             array[index] = mx.array(raw).view(array.dtype).reshape(len(pages), *array.shape[1:])
 
     def copy(self, origins: Sequence[int], pages: Sequence[int]) -> None:
-        """Overwrite these pages with others, all of which are read first; lazily, as `write`."""
+        """Overwrite these pages with others, all of which are read first; waits for launched steps.
+
+        Not to wait would be to copy the whole arrays: they are written in place only where nobody reads them.
+        """
         source, target = (mx.array(list(ids), dtype=mx.int32) for ids in (origins, pages))
-        for array in self._arrays:
-            array[target] = array[source]
+        found = [array[source] for array in self._arrays]
+        mx.eval(*found)
+        for array, pages_of_array in zip(self._arrays, found, strict=True):
+            array[target] = pages_of_array
 
     @property
     def _arrays(self) -> list[mx.array]:

@@ -191,6 +191,12 @@ def test_a_crowd_computes_less_than_without_sharing_under_any_pressure(
         assert chunks[0] < chunks[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_trace_gives_the_same_schedule(kind: str) -> None:
+    plans = [simulate(crowd(1), num_pages=30, overcommit=2.0, kind=kind).plans for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
 def test_pages_of_the_cache_are_given_up_under_pressure_and_rows_always_get_theirs() -> None:
     trace = [Ask(t, "acme", t % 2, 56, t % 10, 20, 0, None) for t in range(0, 60, 2)]
     world = simulate(trace, num_pages=14, overcommit=1.0)
