@@ -50,9 +50,14 @@ class KeptPages:
         return kept.page if kept is not None and self._pool.origin(kept.page) == kept.page else None
 
     @property
-    def is_always_whole(self) -> bool:
-        """Whether a row wants every page from the first on, wherever it begins."""
-        return not self.spec.is_bounded and not self.spec.since
+    def wants_all(self) -> bool:
+        """Whether a row wants every page from the first on, where the group serves it."""
+        return self.spec.window is None and not self.has_states
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether the group serves a row wherever it begins."""
+        return not self.spec.is_partial
 
     @property
     def has_states(self) -> bool:

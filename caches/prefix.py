@@ -76,23 +76,31 @@ class PrefixCache:
         self._chains.add(chain)
         return chain
 
-    def find(self, chain: PageChain, most: int, *, stored: Container[PageName] = ()) -> int:
+    def find(self, chain: PageChain, most: int, *, stored: Container[PageName] | None = None) -> int:
         """After how many of its first `most` pages a row may begin; the most there are.
 
         Args:
             stored: pages that could be had, besides those that are here.
         """
-        found, begun = 0, [0] * len(self.groups)
-        for index, key in enumerate(chain.keys[:most]):
-            for group, kept in enumerate(self.groups):
-                if key not in kept and not (stored and chain.name(index, group) in stored):
-                    if kept.is_always_whole:
-                        return found
-                    begun[group] = index + 1
-            wanted = [kept.wanted(index + 1) for kept in self.groups]
-            if all(not pages or start <= pages.start for pages, start in zip(wanted, begun, strict=True)):
-                found = index + 1
-        return found
+
+        def lacks(group: int, index: int) -> bool:
+            here = chain.keys[index] in self.groups[group]
+            return not here and (stored is None or chain.name(index, group) not in stored)
+
+        def runs_to(group: int) -> int:
+            return next((index for index in range(most) if lacks(group, index)), most)
+
+        def is_served(group: int, num_pages: int) -> bool:
+            wanted = self.groups[group].wanted(num_pages)
+            if group in runs:
+                return not wanted or num_pages <= runs[group]
+            return not any(lacks(group, index) for index in reversed(wanted))
+
+        groups = range(len(self.groups))
+        runs = {group: runs_to(group) for group in groups if self.groups[group].wants_all}
+        limit = min((runs[group] for group in runs if self.groups[group].serves_all), default=most)
+        counts = range(limit, 0, -1)
+        return next((n for n in counts if all(is_served(group, n) for group in groups)), 0)
 
     def missing(self, chain: PageChain, num_pages: int) -> list[PageName]:
         """What is not here of what a row wants to begin after `num_pages` pages; what is counts as used.

@@ -62,6 +62,7 @@ class KvSpace:
         )
         self._kept = prefix.groups
         self._reuse = PrefixReuse(prefix, disk) if reuse else None
+        self._recording = self._reuse if prefix.has_boundaries else None
 
     def worst_case(self, num_prompt: int, max_tokens: int) -> Reservation:
         """Most pages of a request; the token drawn last never gets a position."""
@@ -124,9 +125,10 @@ class KvSpace:
         row, start = request.row, request.num_computed
         assert row is not None
         assert start >= row.num_reused, f"row {row.row_id} writes position {start} of a shared page"
-        if self._reuse is not None:
-            self._reuse.record(request, start)
-        self._shrink(row, start)
+        if self._recording is not None:
+            self._recording.record(request, start)
+        if self._shrinking:
+            self._shrink(row, start)
         try:
             for kept, table in zip(self._kept, row.tables, strict=True):
                 if table.end < end:

@@ -59,9 +59,12 @@ class PrefixReuse:
 
     def record(self, request: Request, position: int) -> None:
         """The request is about to compute `position`: what its row holds here may be wanted by others."""
-        if self.prefix.has_boundaries and request.chain is not None and request.row is not None:
-            self._extend(request.chain, request, position)
-            self.prefix.record(request.chain, request.row.tables, position)
+        chain, row = request.chain, request.row
+        if chain is None or row is None:
+            return
+        if chain.marks or position // self.prefix.page_size > chain.latest:
+            self._extend(chain, request, position)
+            self.prefix.record(chain, row.tables, position)
 
     def share(self, request: Request) -> None:
         """Let later requests of its tenant begin with what its row has computed."""

@@ -27,7 +27,7 @@ RIGS: dict[str, dict[str, Any]] = {
     "gemma3_text/64": {"attention": "in_place", "quantization": LATE},
     "llama/64": {"attention": "in_place", "quantization": LATE},
 }
-ZOO = ("qwen3_next", "mamba2", "jamba", "falcon_h1", "nemotron_h", "gemma3n")
+ZOO = ("qwen3_next", "mamba2", "jamba", "gemma3n")
 KINDS = (*RIGS, *ZOO)
 TOLERANCE = 1e-4
 
