@@ -151,10 +151,15 @@ class PrefixCache:
         self._remember(keys)
         return tuple(sorted(chain.marks))
 
-    def record(self, chain: PageChain, tables: Sequence[PageTable], position: int) -> None:
-        """A row is about to compute `position`: keep what only a row that begins at a boundary here reads.
+    def record(
+        self, chain: PageChain, tables: Sequence[PageTable], position: int, *, is_leaving: bool = False
+    ) -> None:
+        """A row has computed what is before `position`: keep what one that begins at a boundary here reads.
 
         The chain has keys of all full pages before. A state is there to be had only at the boundary itself.
+
+        Args:
+            is_leaving: the row goes no further, so its state is kept and not a copy of it.
         """
         num_pages, rest = divmod(position, self.page_size)
         if chain.is_spoiled or (self.has_states and rest):
@@ -169,18 +174,20 @@ class PrefixCache:
                     pending.remove(index)
                     kept.drop(chain.private(index))
                 for index in sorted(kept.wanted_by(passed), reverse=True):
-                    self._record_page(kept, chain, table, index)
+                    self._record_page(kept, chain, table, index, is_leaving)
                     pending.add(index)
                     kept.rank(chain.private(index), is_first=index not in lasting)
 
-    def _record_page(self, kept: KeptPages, chain: PageChain, table: PageTable, index: int) -> None:
+    def _record_page(
+        self, kept: KeptPages, chain: PageChain, table: PageTable, index: int, is_leaving: bool
+    ) -> None:
         key, first = chain.private(index), chain.keys[0]
         if key in kept or chain.keys[index] in kept:
             return
-        if kept.has_states:
+        if kept.has_states and not is_leaving:
             kept.keep_copy(key, first, table.pages[0])
         else:
-            kept.keep(key, first, table.page(index))
+            kept.keep(key, first, table.pages[0] if kept.has_states else table.page(index))
 
     def share(self, chain: PageChain, tables: Sequence[PageTable], num_pages: int) -> None:
         """Let others find what a row computed of its first `num_pages` pages, never to be written again."""
@@ -205,8 +212,15 @@ class PrefixCache:
             return range(0)
         return range(table.first_page, min(num_pages, table.first_page + len(table.pages)))
 
-    def leave(self, chain: PageChain, tables: Sequence[PageTable], num_pages: int) -> None:
-        """A row goes, its tables are about to be cleared: what it has shared or shares now was used last."""
+    def leave(self, chain: PageChain, tables: Sequence[PageTable], num_pages: int, position: int) -> None:
+        """A row goes, its tables are about to be cleared: what it has shared or shares now was used last.
+
+        Args:
+            num_pages: how many of its pages are full and settled.
+            position: where it would have gone on.
+        """
+        if self.has_boundaries and position == num_pages * self.page_size:
+            self.record(chain, tables, position, is_leaving=True)
         self.share(chain, tables, num_pages)
         if self.has_boundaries:
             self._remember(chain.keys[:num_pages])

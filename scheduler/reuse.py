@@ -76,7 +76,7 @@ class PrefixReuse:
         """Its row's tables are about to be cleared; what it has computed stays."""
         if request.chain is not None and request.row is not None:
             num_pages = self._extend(request.chain, request, request.num_settled)
-            self.prefix.leave(request.chain, request.row.tables, num_pages)
+            self.prefix.leave(request.chain, request.row.tables, num_pages, request.num_computed)
 
     def forget(self, request: Request) -> None:
         """The request's numbers went wrong: keep no page of it, nor of those it began with."""

@@ -76,7 +76,8 @@ class RowOf:
         self._rows.check()
 
     def leave(self, num_pages: int | None = None) -> None:
-        self._rows.cache.leave(self.chain, self.tables, self._num_full if num_pages is None else num_pages)
+        num_pages = self._num_full if num_pages is None else num_pages
+        self._rows.cache.leave(self.chain, self.tables, num_pages, num_pages * SIZE)
         for table in self.tables:
             table.clear()
         self._rows.check()

@@ -85,7 +85,7 @@ class RowOf:
 
     def leave(self, num_pages: int | None = None) -> None:
         settled = self.num_pages if num_pages is None else num_pages
-        self._caches.cache.leave(self.chain, self.tables, settled)
+        self._caches.cache.leave(self.chain, self.tables, settled, self.num_pages * SIZE)
         for table in self.tables:
             table.clear()
         self._caches.check()
@@ -145,6 +145,18 @@ def test_the_latest_boundary_stays_when_a_row_goes_and_replaces_the_one_before(s
         assert row.chain.pending[1] == set(caches.cache.groups[1].wanted(num_pages))
         row.leave()
         assert caches.enter().num_found == num_pages
+
+
+def test_a_row_that_goes_at_a_boundary_leaves_its_own_state_there() -> None:
+    caches = Caches(STATE, num_pages=1)
+    row = caches.enter().compute(1)
+    row.num_pages = 2
+    slot = row.tables[0].pages
+    row.leave()
+    assert caches.pools[0].num_idle == 1
+    assert caches.pools[0].take_origins() == {}
+    assert caches.enter().tables[0].pages == slot
+    assert caches.enter("aaaabbbb").num_found == 0, "it is the row's now"
 
 
 def test_a_boundary_is_its_rows_own_until_it_is_settled() -> None:
