@@ -67,7 +67,7 @@ def measure(rows: int, tenants: int, waiting: int, steps: int, policy: str) -> d
     for step in range(steps + rows):
         now = 0.01 * step
         begun = time.thread_time()
-        plan = scheduler.schedule(now)
+        plan = scheduler.schedule(now, [])
         cost = time.thread_time() - begun
         assert plan is not None
         pending = runner.launch(plan)

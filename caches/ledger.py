@@ -34,6 +34,15 @@ class Ledger:
         """Whether an empty machine could hold it."""
         return all(n <= g.num_pages for n, g in zip(reservation.pages, self._plan.groups, strict=True))
 
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Pages a group that may still be promised."""
+        return tuple(limit - total for limit, total in zip(self._limits, self._totals, strict=True))
+
+    def promised(self, row_id: int) -> Reservation:
+        """What is promised to a row."""
+        return self._reserved[row_id]
+
     def fits(self, reservation: Reservation) -> bool:
         return all(
             total + n <= limit

@@ -12,6 +12,7 @@ from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
 from mlxd.scheduler.document import Document, Keys, parse_document, read_text
 from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.priority import PriorityName
 
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[
@@ -63,6 +64,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `prefill_chunk`: tokens a chunk, "auto" measures at start which one fits `prefill_ms`.
     `overcommit`: above 1, reservations may exceed the pages there are; rows are then preempted, recomputed.
     `cached_weight`: what a prompt token found in the prefix cache costs, as a part of one that is computed.
+    `ageing_s`: a class that got no row for so long, while higher ones wait, gets a turn: in each tenant.
+    `slice_tokens`: tokens after which a row may make way for a tenant that is behind; None: never.
+    `max_preemptions`: of one request, for a class or a tenant; lack of pages may add more.
+    `backfill_s`: how long others may enter before a request that was next and waits for pages.
     """
 
     policy: Literal["fcfs", "fair"] = "fair"
@@ -74,6 +79,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prompt_weight: Weight = 1.0
     output_weight: Weight = 2.0
     cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    ageing_s: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
+    slice_tokens: Positive | None = 256
+    max_preemptions: Annotated[int, Meta(ge=0, le=1000)] = 3
+    backfill_s: Seconds = 10.0
 
 
 class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +118,10 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_share`: largest part of the KV budget its rows may reserve together.
 
+    `kv_reserve`: part of the KV budget that others leave to it.
+    `tokens_per_minute`: prompt and generated tokens; a request that goes beyond waits.
+    `max_prefilling`: its rows in prefill beyond those whose chunks a step holds anyway.
+    `max_priority`: highest class its requests may have; those that ask for more get it.
     `operator`: its token may also drain the daemon and see every tenant's status.
     """
 
@@ -118,6 +131,10 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_running: Positive = 32
     max_waiting: Positive = 256
     kv_share: Fraction = 1.0
+    kv_reserve: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    tokens_per_minute: Positive | None = None
+    max_prefilling: Annotated[int, Meta(ge=1, le=1024)] = 2
+    max_priority: PriorityName = "normal"
     operator: bool = False
 
 
@@ -217,3 +234,13 @@ def _tenant_problems(tenants: tuple[TenantConfig, ...]) -> Iterator[tuple[Keys, 
         first = hashes.setdefault(tenant.token_sha256, index)
         if first != index:
             yield ("tenants", index, "token_sha256"), f"is that of tenants[{first}]; tokens must differ"
+        if tenant.kv_reserve > tenant.kv_share:
+            yield (
+                ("tenants", index, "kv_reserve"),
+                f"is {tenant.kv_reserve:g}; it must not be above its kv_share, {tenant.kv_share:g}",
+            )
+    kept = 0.0
+    for index, tenant in enumerate(tenants):
+        kept += tenant.kv_reserve
+        if kept > 1 + 1e-9:
+            yield ("tenants", index, "kv_reserve"), f"makes the reserves {kept:g} together; the limit is 1"

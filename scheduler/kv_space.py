@@ -73,8 +73,31 @@ class KvSpace:
     def ever_fits(self, reservation: Reservation) -> bool:
         return self._ledger.ever_fits(reservation)
 
-    def can_enter(self, request: Request) -> bool:
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Pages a group that may still be promised."""
+        return self._ledger.room
+
+    def promised_to(self, request: Request) -> tuple[int, ...]:
+        """Pages a group promised to a request with a row."""
+        assert request.row is not None
+        return self._ledger.promised(request.row.row_id).pages
+
+    def fits_without(self, request: Request, rows: Sequence[Request], kept: Sequence[int]) -> bool:
+        """Whether its worst case could be promised if `rows` left, with `kept` pages a group to spare."""
+        freed = [self.promised_to(row) for row in rows]
+        return all(
+            n + spare <= room + sum(pages[group] for pages in freed)
+            for group, (n, spare, room) in enumerate(
+                zip(request.worst_case.pages, kept, self._ledger.room, strict=True)
+            )
+        )
+
+    def can_enter(self, request: Request, kept: Sequence[int] = ()) -> bool:
+        """Whether there is room for `request` now. `kept`: pages a group that are not for it."""
         if not self._ledger.fits(request.worst_case):
+            return False
+        if any(kept) and not self.fits_without(request, (), kept):
             return False
         if not self.is_overcommitted:
             return True

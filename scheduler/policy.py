@@ -8,7 +8,7 @@ from mlxd.scheduler.tenants import Tenant
 
 
 class Policy(Protocol):
-    """Orders tenants that have a queue. Within a tenant the order is always that of arrival."""
+    """Orders tenants that have a queue and whose next requests are of one class."""
 
     def rank(self, tenant: Tenant) -> tuple[float, str]:
         """Smallest is next; unique among tenants."""
@@ -22,6 +22,10 @@ class Policy(Protocol):
         """Work was done for `tenant`: adds to its `service`. `cached_tokens`: found instead of computed."""
         ...
 
+    def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:
+        """Whether `tenant` was served more than `other` by more than this work is worth."""
+        ...
+
 
 class _Metered:
     """Counts service in weighted tokens over the tenant's weight."""
@@ -32,12 +36,14 @@ class _Metered:
         self._output_weight = output_weight
         self._cached_weight = cached_weight
 
-    def _charged(
-        self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0
-    ) -> float:
+    def _cost(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
         prompt = prompt_tokens + self._cached_weight * cached_tokens
-        cost = self._prompt_weight * prompt + self._output_weight * output_tokens
-        return tenant.service + cost / tenant.weight
+        return (self._prompt_weight * prompt + self._output_weight * output_tokens) / tenant.weight
+
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
+        cost = self._cost(tenant, prompt_tokens, output_tokens, cached_tokens)
+        tenant.service += cost
+        tenant.received += cost
 
 
 class FcfsPolicy(_Metered):
@@ -49,8 +55,8 @@ class FcfsPolicy(_Metered):
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
         pass
 
-    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
-        tenant.service = self._charged(tenant, prompt_tokens, output_tokens, cached_tokens)
+    def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:
+        return False
 
 
 class FairPolicy(_Metered):
@@ -69,15 +75,19 @@ class FairPolicy(_Metered):
         self._last_charged = 0.0
 
     def rank(self, tenant: Tenant) -> tuple[float, str]:
-        return (self._charged(tenant, tenant.prefill_left, 0), tenant.name)
+        return (tenant.service + self._cost(tenant, tenant.prefill_left, 0), tenant.name)
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
         floor = min((other.service for other in others), default=self._last_charged)
         tenant.service = max(tenant.service, floor)
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
-        service = self._charged(tenant, prompt_tokens, output_tokens, cached_tokens)
-        tenant.service = self._last_charged = service
+        super().charge(tenant, prompt_tokens, output_tokens, cached_tokens)
+        self._last_charged = tenant.service
+
+    def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:
+        margin = self._cost(tenant, prompt_tokens, output_tokens)
+        return tenant.service > self.rank(other)[0] + margin
 
 
 def make_policy(config: SchedulerConfig) -> Policy:

@@ -18,7 +18,9 @@ class Step:
         recomputed_tokens: positions that it computes again for rows that were preempted, by tenant.
         cached_tokens: prompt positions found in the prefix cache and not computed before, by tenant.
         prefix_query_tokens, prefix_hit_tokens: known tokens of rows that entered, and those found, by tenant.
-        num_joined, num_preempted: rows that entered, and that gave up their pages, while it was planned.
+        num_joined: rows that entered while it was planned.
+        preempted: rows that gave up their pages while it was planned, by reason.
+        hopeless: requests that were next and could not meet their deadline any more; queued no longer.
     """
 
     step_id: int
@@ -34,7 +36,8 @@ class Step:
     prefix_query_tokens: Counter[str] = field(default_factory=Counter)
     prefix_hit_tokens: Counter[str] = field(default_factory=Counter)
     num_joined: int = 0
-    num_preempted: int = 0
+    preempted: Counter[str] = field(default_factory=Counter)
+    hopeless: list[Request] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -131,6 +134,6 @@ class Tally:
             joined=step.num_joined,
             left=self.left,
             token_gaps_s=tuple(self.gaps_s),
-            preemptions={"pages": step.num_preempted} if step.num_preempted else {},
+            preemptions=dict(step.preempted),
             compiled=result.compiled,
         )

@@ -46,7 +46,7 @@ class World:
     def turn(self) -> None:
         """Launch what there is, then read the step launched in the turn before."""
         self._now += 0.01
-        plan = self.scheduler.schedule(self._now)
+        plan = self.scheduler.schedule(self._now, [])
         launched = None if plan is None else (plan, self._runner.launch(plan))
         unread, self._unread = self._unread, launched
         if unread is not None:

@@ -1,0 +1,75 @@
+"""Whose rows make way for a request that would be next and finds no room."""
+
+from collections.abc import Iterable
+
+from mlxd.scheduler.config import SchedulerConfig
+from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.policy import Policy
+from mlxd.scheduler.request import Request
+from mlxd.scheduler.tenants import TenantBook
+
+LAST_TOKENS = 16
+"""A row that has no more than these to draw is left alone."""
+
+
+class Preemption:
+    """Picks rows by two rules; changes nothing.
+
+    "priority": rows of a lower class than the request's own, the lowest first. Ageing gives a request its
+    turn and never another's row.
+    "slice": rows that drew `slice_tokens` since they entered, of a tenant that is ahead of the request's by
+    more than a slice and the row's recomputation cost.
+
+    A row is preempted `max_preemptions` times at most, and not for its last tokens.
+    """
+
+    def __init__(self, config: SchedulerConfig, space: KvSpace, book: TenantBook, policy: Policy) -> None:
+        self._slice_tokens = config.slice_tokens
+        self._max_preemptions = config.max_preemptions
+        self._space = space
+        self._book = book
+        self._policy = policy
+
+    def is_due(self, oldest: Request, step_id: int, worst_running: int) -> bool:
+        """Whether `victims` may find any, told from what is counted anyway.
+
+        Args:
+            oldest: the row that entered first.
+            worst_running: lowest class of a row.
+        """
+        if self._book.best_waiting < worst_running:
+            return True
+        return self._slice_tokens is not None and step_id - oldest.entered_step >= self._slice_tokens
+
+    def victims(self, request: Request, running: Iterable[Request]) -> tuple[list[Request], str]:
+        """Rows without which `request` has room, and the rule they fall under; none if these do not suffice.
+
+        At least one, as `request` has none without.
+        """
+        candidates = [row for row in running if self._may_be_preempted(row)]
+        lower = [row for row in candidates if row.level > request.priority]
+        lower.sort(key=lambda row: (-row.level, -row.entered_step))
+        if chosen := self._enough(request, lower):
+            return chosen, "priority"
+        ahead = [row for row in candidates if self._had_its_slice(row, request)]
+        ahead.sort(key=lambda row: (-self._book[row.tenant].service, row.num_known))
+        return self._enough(request, ahead), "slice"
+
+    def makes_way(self, row: Request, request: Request) -> bool:
+        """Whether `row`, once it runs, can be preempted for the class of `request`."""
+        return row.level > request.priority and self._may_be_preempted(row)
+
+    def _may_be_preempted(self, row: Request) -> bool:
+        return row.num_preemptions < self._max_preemptions and row.most_left > LAST_TOKENS
+
+    def _had_its_slice(self, row: Request, request: Request) -> bool:
+        if self._slice_tokens is None or row.num_drawn < self._slice_tokens or row.level < request.level:
+            return False
+        served, waiting = self._book[row.tenant], self._book[request.tenant]
+        return self._policy.is_ahead(served, waiting, row.num_known, self._slice_tokens)
+
+    def _enough(self, request: Request, rows: list[Request]) -> list[Request]:
+        kept = self._book.reserves.kept_from(request.tenant)
+        counts = range(1, len(rows) + 1)
+        enough = (n for n in counts if self._space.fits_without(request, rows[:n], kept))
+        return rows[: next(enough, 0)]
