@@ -176,9 +176,8 @@ class Batch:
         is_full = len(self._running) >= self._max_rows
         if not self._book.queued or not self._running or not (is_full or self._admission.reserving):
             return
-        oldest = next(iter(self._running.values()))
         worst = next(level for level in reversed(Priority) if self._num_of_class[level])
-        if not self._preemption.is_due(oldest, step.step_id, worst):
+        if not self._preemption.is_due(self._running.values(), step.step_id, worst):
             return
         request = self._admission.first(self._prefill_room(), now)
         if request is None or not (is_full or self._admission.is_short_of_pages(request)):

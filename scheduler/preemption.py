@@ -1,6 +1,7 @@
 """Whose rows make way for a request that would be next and finds no room."""
 
 from collections.abc import Iterable
+from itertools import takewhile
 
 from mlxd.scheduler.config import SchedulerConfig
 from mlxd.scheduler.kv_space import KvSpace
@@ -8,6 +9,7 @@ from mlxd.scheduler.policy import Policy
 from mlxd.scheduler.request import Request
 from mlxd.scheduler.tenants import TenantBook
 
+_SLICE_STEPS = 8
 LAST_TOKENS = 16
 """A row that has no more than these to draw is left alone."""
 
@@ -30,16 +32,20 @@ class Preemption:
         self._book = book
         self._policy = policy
 
-    def is_due(self, oldest: Request, step_id: int, worst_running: int) -> bool:
-        """Whether `victims` may find any, told from what is counted anyway.
+    def is_due(self, running: Iterable[Request], step_id: int, worst_running: int) -> bool:
+        """Whether `victims` may find any: cheap, and for slices only every eighth step.
 
         Args:
-            oldest: the row that entered first.
+            running: rows in entering order.
             worst_running: lowest class of a row.
         """
         if self._book.best_waiting < worst_running:
             return True
-        return self._slice_tokens is not None and step_id - oldest.entered_step >= self._slice_tokens
+        if self._slice_tokens is None or step_id % _SLICE_STEPS:
+            return False
+        entered_before = step_id - self._slice_tokens
+        early = takewhile(lambda row: row.entered_step <= entered_before, running)
+        return any(self._may_be_preempted(row) for row in early)
 
     def victims(self, request: Request, running: Iterable[Request]) -> tuple[list[Request], str]:
         """Rows without which `request` has room, and the rule they fall under; none if these do not suffice.
