@@ -153,6 +153,13 @@ class Admission:
             return "tokens_per_minute"
         return ""
 
+    def why_waiting(self, tenant: Tenant, room: int, now: float, *, has_row: bool) -> str:
+        """What the tenant's next request waits for: a setting of the tenant, "rows" or "pages"."""
+        held_back = self.held_back(tenant, tenant.head, room, now)
+        if held_back or not has_row:
+            return held_back or "rows"
+        return "kv_reserve" if self._is_kept_from(tenant.head) else "pages"
+
     def _fits(self, request: Request) -> bool:
         return self._space.can_enter(request, self._book.reserves.kept_from(request.tenant))
 
@@ -162,7 +169,7 @@ class Admission:
 
     def _is_kept_from(self, request: Request) -> bool:
         """Whether it waits for pages that are kept for other tenants and nothing else."""
-        return self._space.can_enter(request)
+        return self._space.can_enter(request) and not self._fits(request)
 
     def ready_at(self, now: float) -> float | None:
         """When the first tenant has tokens for its next request, where a minute's tokens hold any back."""

@@ -1,5 +1,7 @@
 """The rows: who enters, what a step computes of them, who gives pages back."""
 
+from collections import Counter
+
 from mlxd.batching.runner import RunnerInfo
 from mlxd.scheduler.admission import Admission
 from mlxd.scheduler.config import SchedulerConfig
@@ -63,6 +65,14 @@ class Batch:
         """Rows in prefill, and the positions they still have to compute."""
         left = [request.prefill_left for request in self._running.values()]
         return sum(1 for n in left if n), sum(left)
+
+    def waits(self, now: float) -> dict[str, int]:
+        """Queued requests, by what their tenant's next one waits for: "rows", "pages" or a setting."""
+        has_row, room = len(self._running) < self._max_rows, self._prefill_room()
+        found: Counter[str] = Counter()
+        for tenant in self._book.queued.values():
+            found[self._admission.why_waiting(tenant, room, now, has_row=has_row)] += len(tenant.queue)
+        return dict(found)
 
     def plan(self, step: Step, now: float) -> None:
         """Fill `step`; it stays empty where nothing can be computed before a launched step is read."""

@@ -12,6 +12,7 @@ from mlxd.scheduler.batch import Batch
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.deadlines import Deadlines
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.fairness import FairnessMeter
 from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.policy import make_policy
 from mlxd.scheduler.preemption import Preemption
@@ -27,7 +28,7 @@ class Scheduler:
     order. A token that was drawn for a request after its end is dropped.
 
     Attributes:
-        space, book, batch: KV memory, tenants and rows; others read them only.
+        space, book, batch, fairness: KV memory, tenants, rows, and how they are shared; others only read.
         is_draining: refuse what is submitted from now on.
     """
 
@@ -72,6 +73,7 @@ class Scheduler:
             admission=self._admission,
             preemption=preemption,
         )
+        self.fairness = FairnessMeter(self.book, self.batch.waits)
         self._eos = info.eos_token_ids
         self._seed = seed
         self._recorder = recorder or NullRecorder()
@@ -169,6 +171,7 @@ class Scheduler:
         for request in self._deadlines.passed(now):
             message = f"the deadline passed after {now - request.arrived_at:.3f} s"
             events.append(self._finish(request, "expired", now, "expired", message))
+            self.fairness.missed["expired"] += 1
         self.book.age(now)
         step = self._next_step
         step.planned_at = now
@@ -177,6 +180,7 @@ class Scheduler:
             events.append(self._give_up(step.hopeless.pop(), now))
         if step.is_empty:
             return None
+        self.fairness.preemptions += step.preempted
         self._next_step = Step(step.step_id + 1)
         self._launched.append(step)
         return step.plan(self.space.take_scrub(), self.batch.take_left(), self.space.take_restored())
@@ -188,6 +192,7 @@ class Scheduler:
 
     def _give_up(self, request: Request, now: float) -> Finished:
         assert request.deadline is not None
+        self.fairness.missed["hopeless"] += 1
         needed_s, left_s = self.batch.pace.least_s(request), request.deadline - now
         message = f"it takes {needed_s:.3f} s at least; its deadline is in {left_s:.3f} s"
         return self._finish(request, "hopeless", now, "hopeless", message)

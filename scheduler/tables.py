@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxd.caches.sizing import MemoryPlan
+from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
 from mlxd.scheduler.messages import StatusReply
@@ -146,6 +147,7 @@ def status_tables(
             (f"pages {name}", f"{held} of {total}, {status.cached_pages.get(name, 0)} cached")
             for name, (held, total) in status.pages.items()
         ),
+        *(() if status.fairness is None else _fairness(status.fairness)),
         ("memory", f"{show_bytes(status.memory_active_bytes)}, peak {show_bytes(status.memory_peak_bytes)}"),
         (
             "graphs",
@@ -171,6 +173,19 @@ def status_tables(
         ),
     )
     return Group(facts, tenants)
+
+
+def _fairness(fairness: FairnessStats) -> list[tuple[str, str]]:
+    return [
+        ("fairness", f"service gap {fairness.service_gap:.0f}, Jain index {fairness.jain_index:.3f}"),
+        ("waits", _counts(fairness.waits)),
+        ("preempted", _counts(fairness.preemptions)),
+        ("deadlines", _counts(fairness.missed)),
+    ]
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count) or "none"
 
 
 def _facts(*pairs: tuple[str, str]) -> Text:
