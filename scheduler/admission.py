@@ -12,13 +12,14 @@ from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.request import Request
 from mlxd.scheduler.tenants import Tenant, TenantBook
 
+_CAPS = ("max_running", "kv_share", "tokens_per_minute")
 _RETRY_MIN_MS, _RETRY_MAX_MS = 50, 60_000
 _UNKNOWN_INTERVAL_S = 1.0
 _SMOOTHING = 0.1
 
 
 class Admission:
-    """Decides by memory, caps, class and policy; changes nothing but `blocked_since` of who waits for pages.
+    """Decides by memory, caps, class and policy; changes nothing but who is known to be held up, and by what.
 
     Attributes:
         reserving: who was picked first lately, and waits for pages.
@@ -132,8 +133,15 @@ class Admission:
 
     def _next_in_line(self, room: int, now: float) -> Iterator[Request]:
         """Each tenant's next request that no cap of the tenant holds back; in order."""
-        for tenant in sorted(self._book.queued.values(), key=self._rank):
-            if not self.held_back(tenant, tenant.head, room, now):
+        queued = self._book.queued.values()
+        for tenant in queued:
+            if tenant.is_held and self.held_back(tenant, tenant.head, room, now) not in _CAPS:
+                tenant.is_held = False
+                self._policy.activate(tenant, self._book.peers(tenant.head))
+        for tenant in sorted(queued, key=self._rank):
+            reason = self.held_back(tenant, tenant.head, room, now)
+            tenant.is_held = reason in _CAPS
+            if not reason:
                 yield tenant.head
 
     def _rank(self, tenant: Tenant) -> tuple[int, float, str]:

@@ -1,6 +1,6 @@
 """The deployment file: one struct a section, defaults here and nowhere else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -115,18 +115,17 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     warmup_s: Seconds = 20.0
 
 
-class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_share`: largest part of the KV budget its rows may reserve together.
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tenant's share and caps.
 
+    `kv_share`: largest part of the KV budget its rows may reserve together.
     `kv_reserve`: part of the KV budget that others leave to it.
     `tokens_per_minute`: prompt and generated tokens; a request that goes beyond waits.
     `max_prefilling`: its rows in prefill beyond those whose chunks a step holds anyway.
     `max_priority`: highest class its requests may have; those that ask for more get it.
-    `operator`: its token may also drain the daemon and see every tenant's status.
     """
 
     name: Name
-    token_sha256: Sha256
     weight: Weight = 1.0
     max_running: Positive = 32
     max_waiting: Positive = 256
@@ -135,6 +134,12 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens_per_minute: Positive | None = None
     max_prefilling: Annotated[int, Meta(ge=1, le=1024)] = 2
     max_priority: PriorityName = "normal"
+
+
+class TenantConfig(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`operator`: its token may also drain the daemon and see every tenant's status."""
+
+    token_sha256: Sha256
     operator: bool = False
 
 
@@ -225,22 +230,25 @@ def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:
 
 
 def _tenant_problems(tenants: tuple[TenantConfig, ...]) -> Iterator[tuple[Keys, str]]:
-    names: dict[str, int] = {}
     hashes: dict[str, int] = {}
+    for index, tenant in enumerate(tenants):
+        first = hashes.setdefault(tenant.token_sha256, index)
+        if first != index:
+            yield ("tenants", index, "token_sha256"), f"is that of tenants[{first}]; tokens must differ"
+    yield from limit_problems(tenants)
+
+
+def limit_problems(tenants: Sequence[TenantLimits]) -> Iterator[tuple[Keys, str]]:
+    """What is wrong with a list of tenants beside each other."""
+    names: dict[str, int] = {}
+    kept = 0.0
     for index, tenant in enumerate(tenants):
         first = names.setdefault(tenant.name, index)
         if first != index:
             yield ("tenants", index, "name"), f"is {tenant.name!r}; tenants[{first}] has that name"
-        first = hashes.setdefault(tenant.token_sha256, index)
-        if first != index:
-            yield ("tenants", index, "token_sha256"), f"is that of tenants[{first}]; tokens must differ"
         if tenant.kv_reserve > tenant.kv_share:
-            yield (
-                ("tenants", index, "kv_reserve"),
-                f"is {tenant.kv_reserve:g}; it must not be above its kv_share, {tenant.kv_share:g}",
-            )
-    kept = 0.0
-    for index, tenant in enumerate(tenants):
+            sentence = f"is {tenant.kv_reserve:g}; it must not be above its kv_share, {tenant.kv_share:g}"
+            yield ("tenants", index, "kv_reserve"), sentence
         kept += tenant.kv_reserve
         if kept > 1 + 1e-9:
             yield ("tenants", index, "kv_reserve"), f"makes the reserves {kept:g} together; the limit is 1"

@@ -15,7 +15,7 @@ class Policy(Protocol):
         ...
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
-        """`tenant` is about to queue its first request; `others` have a queue already."""
+        """`tenant` competes from now on, which it did not for a while; `others` do already."""
         ...
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
@@ -65,8 +65,8 @@ class FairPolicy(_Metered):
     A tenant is charged as its work is done, and nothing is given back. Prompt tokens of its rows that are
     still to be computed count for its rank, so that one step does not admit many requests on one low counter.
 
-    A queue that was empty earns no credit: on return its tenant starts at the smallest counter of those that
-    queue; where none does, at the counter that was charged last.
+    A queue that was empty, or held by a cap of its tenant, earns no credit: on return it starts at the
+    smallest counter of those that compete; where none does, at the counter that was charged last.
     Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588.
     """
 

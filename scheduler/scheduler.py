@@ -106,7 +106,7 @@ class Scheduler:
             return refusal
         tenant = self.book[key.tenant]
         if not tenant.queue:
-            self._policy.activate(tenant, self.book.queued.values())
+            self._policy.activate(tenant, self.book.peers(request))
         self._num_accepted += 1
         self._open[key] = request
         self._deadlines.add(request)

@@ -53,7 +53,7 @@ def _by_number(text: str) -> tuple[list[int], str]:
 
 def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> RenderableType:
     """The memory plan of a configuration, and its tenants."""
-    facts = _facts(
+    shown = facts(
         ("model", model),
         ("BLAS", blas),
         ("weights", show_bytes(plan.weights_bytes)),
@@ -65,7 +65,7 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
             f"{plan.chunk} tokens{' assumed' if config.scheduler.prefill_chunk == 'auto' else ''}",
         ),
     )
-    groups = _table(
+    groups = table(
         "Cache groups",
         ("group", "layers", "B/token", "page size", "pages", "pages/row", "capacity"),
         (
@@ -81,7 +81,7 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
             for group in plan.groups
         ),
     )
-    tenants = _table(
+    tenants = table(
         "Tenants",
         ("tenant", "weight", "max running", "max waiting", "KV share", "operator"),
         (
@@ -96,7 +96,7 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
             for tenant in config.tenants
         ),
     )
-    return Group(facts, groups, tenants)
+    return Group(shown, groups, tenants)
 
 
 def _context(plan: MemoryPlan) -> str:
@@ -128,7 +128,7 @@ def status_tables(
     """
     age = "none yet" if status.last_step_age_s is None else f"{status.last_step_age_s:.1f} s ago"
     pace = tokens_per_s(before, status) if before is not None else None
-    facts = _facts(
+    shown = facts(
         ("model", status.model),
         ("state", f"{status.state}: {status.error}" if status.error else status.state),
         ("up", f"{timedelta(seconds=round(status.uptime_s))}"),
@@ -157,7 +157,7 @@ def status_tables(
         ("steps by kind", f"{status.compiled_steps} compiled, {status.eager_steps} eager"),
         *((("buckets", summarise_buckets(status.buckets)), *status.notes.items()) if details else ()),
     )
-    tenants = _table(
+    tenants = table(
         "Tenants",
         ("tenant", "running", "waiting", "tokens", "KV reserved", "service"),
         (
@@ -172,7 +172,7 @@ def status_tables(
             for name, tenant in sorted(status.tenants.items())
         ),
     )
-    return Group(facts, tenants)
+    return Group(shown, tenants)
 
 
 def _fairness(fairness: FairnessStats) -> list[tuple[str, str]]:
@@ -188,16 +188,18 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count) or "none"
 
 
-def _facts(*pairs: tuple[str, str]) -> Text:
+def facts(*pairs: tuple[str, str]) -> Text:
+    """A name and a value a line."""
     width = max(len(name) for name, _ in pairs)
     return Text("\n".join(f"{name:<{width}}  {value}" for name, value in pairs))
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column(columns[0])
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Numbers on the right of every column but the first."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    made.add_column(columns[0])
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        made.add_column(column, justify="right")
     for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+        made.add_row(*map(Text, row))
+    return made

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from mlxd.metrics.stats import TenantGauges
 from mlxd.scheduler.ageing import Ageing
-from mlxd.scheduler.config import SchedulerConfig, TenantConfig
+from mlxd.scheduler.config import SchedulerConfig, TenantLimits
 from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.lane import TenantQueue
 from mlxd.scheduler.priority import Priority
@@ -23,6 +23,7 @@ class Tenant:
         max_prefilling: its rows in prefill beyond those whose chunks the step's budget holds.
         max_priority: highest class its requests may have.
         bucket: tokens it may use now; None: as many as it likes.
+        is_held: whether a cap of its own kept its next request waiting when rows were given out last.
         queue: requests outside the batch.
         num_running, reserved_bytes: its rows, and what they reserve.
         num_prefilling, prefill_left: its rows that prefill, and the positions they still have to compute.
@@ -43,11 +44,12 @@ class Tenant:
     reserved_bytes: int = 0
     num_prefilling: int = 0
     prefill_left: int = 0
+    is_held: bool = False
     service: float = 0.0
     received: float = 0.0
 
     @classmethod
-    def of(cls, config: TenantConfig, reservable_bytes: float) -> "Tenant":
+    def of(cls, config: TenantLimits, reservable_bytes: float) -> "Tenant":
         per_minute = config.tokens_per_minute
         return cls(
             config.name,
@@ -102,7 +104,7 @@ class TenantBook:
         touched: names of tenants whose live state changed; whoever publishes it empties it.
     """
 
-    def __init__(self, configs: Sequence[TenantConfig], scheduler: SchedulerConfig, space: KvSpace) -> None:
+    def __init__(self, configs: Sequence[TenantLimits], scheduler: SchedulerConfig, space: KvSpace) -> None:
         reservable_bytes = space.plan.kv_bytes * scheduler.overcommit
         self._tenants = {c.name: Tenant.of(c, reservable_bytes) for c in configs}
         self._space = space
@@ -122,6 +124,11 @@ class TenantBook:
     def best_waiting(self) -> int:
         """The highest class of a queued request; one below the lowest where none is queued."""
         return next((level for level, count in enumerate(self.waiting) if count), len(Priority))
+
+    def peers(self, request: Request) -> list[Tenant]:
+        """Other tenants that compete with the request's: not held by a cap; of its class, if any is."""
+        free = [t for t in self.queued.values() if not t.is_held and t.name != request.tenant]
+        return [tenant for tenant in free if tenant.head.level == request.level] or free
 
     def enqueue(self, request: Request, now: float) -> None:
         tenant = self._tenants[request.tenant]
