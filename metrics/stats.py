@@ -100,7 +100,7 @@ class FairnessStats:
     """How tenants are served beside each other; sampled once a second, the counts are of now.
 
     Attributes:
-        service_gap: most service of a tenant that waits less the least, as the policy counts it.
+        service_gap: between the highest and the lowest counter of tenants that wait.
         jain_index: of the service that those tenants got lately who waited all the time; 1 is equal.
         waits: waiting requests, by what their tenant's next one lacks.
         preemptions: rows that made way since the start, by reason.

@@ -9,7 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from mlxd.batching.errors import InvalidParamError, InvalidPromptError, MlxdError
-from mlxd.scheduler import client_verbs, daemon_verbs, tokens
+from mlxd.scheduler import client_verbs, daemon_verbs, simulate_verb, tokens
 from mlxd.scheduler import options as opt
 from mlxd.scheduler.client_verbs import Access
 from mlxd.scheduler.errors import ConfigError
@@ -175,6 +175,21 @@ def status(
     """
     access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s, wait_s)
     client_verbs.status(access, watch=watch)
+
+
+@app.command()
+def simulate(
+    trace: opt.TracePath,
+    policy: opt.Policies = None,
+    plot: opt.PlotFile = None,
+) -> None:
+    """Replay TRACE on a simulated machine and print how its tenants were served.
+
+    It runs the daemon's own scheduler under a fake clock: no model, no daemon.
+
+    Example: mlxd simulate examples/traces/two_tenants.yaml --policy fair --policy fcfs
+    """
+    simulate_verb.simulate(trace, policy or [], plot)
 
 
 @app.command()

@@ -29,6 +29,7 @@ Sha256 = Annotated[
         extra={"allowed": "the quoted 64 hex digits that `mlxd token` prints", "secret": True},
     ),
 ]
+PolicyName = Literal["fcfs", "fair"]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Budget = Annotated[str | int | float, Meta(extra={"allowed": ALLOWED_BUDGETS})]
 Size = Annotated[str | int, Meta(extra={"allowed": ALLOWED_SIZES})]
@@ -70,7 +71,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `backfill_s`: how long others may enter before a request that was next and waits for pages.
     """
 
-    policy: Literal["fcfs", "fair"] = "fair"
+    policy: PolicyName = "fair"
     max_rows: Annotated[int, Meta(ge=1, le=1024)] = 32
     max_waiting: Positive = 1024
     prefill_ms: Annotated[float, Meta(ge=1, le=60_000)] = 250.0

@@ -1,10 +1,11 @@
 """How evenly tenants are served."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mlxd.metrics.stats import FairnessStats
-from mlxd.scheduler.tenants import TenantBook
+from mlxd.scheduler.policy import Policy
+from mlxd.scheduler.tenants import Tenant, TenantBook
 
 WINDOW = 60
 _SAMPLE_S = 1.0
@@ -26,11 +27,12 @@ class FairnessMeter:
         preemptions, missed: counted by whoever sees them.
     """
 
-    def __init__(self, book: TenantBook, waits: Callable[[float], dict[str, int]]) -> None:
+    def __init__(self, book: TenantBook, policy: Policy, waits: Callable[[float], dict[str, int]]) -> None:
         """`waits`: queued requests at a time, by what they wait for."""
         self.preemptions: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
         self._book = book
+        self._policy = policy
         self._waits = waits
         self._samples: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._streaks: dict[str, int] = {}
@@ -52,15 +54,19 @@ class FairnessMeter:
             dict(self.missed),
         )
 
+    def gap(self, tenants: Iterable[Tenant]) -> float:
+        """Between the highest and the lowest counter of these tenants, right now."""
+        counters = [self._policy.counter(tenant) for tenant in tenants]
+        return max(counters, default=0.0) - min(counters, default=0.0)
+
     def _take_sample(self, now: float) -> FairnessStats:
         queued = self._book.queued.values()
         self._samples.append({tenant.name: tenant.received for tenant in queued})
         self._streaks = {tenant.name: self._streaks.get(tenant.name, 0) + 1 for tenant in queued}
         oldest, latest = self._samples[0], self._samples[-1]
         lasting = [name for name, streak in self._streaks.items() if streak >= len(self._samples)]
-        services = [tenant.service for tenant in queued]
         return FairnessStats(
-            max(services) - min(services),
+            self.gap(queued),
             jain_index([latest[name] - oldest[name] for name in lasting]),
             self._waits(now),
         )

@@ -18,6 +18,22 @@ Prompts = Annotated[
     list[str], typer.Argument(metavar="PROMPT", help="A text; - reads standard input.", show_default=False)
 ]
 
+TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace, YAML.", show_default=False)]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="fair or fcfs, in place of the trace's; repeat it to compare.",
+        show_default=False,
+    ),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot", metavar="FILE", help="Draw service over time: PNG, SVG or PDF.", show_default=False
+    ),
+]
 LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")]
 TokenFile = Annotated[
     Path | None,

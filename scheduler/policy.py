@@ -14,6 +14,10 @@ class Policy(Protocol):
         """Smallest is next; unique among tenants."""
         ...
 
+    def counter(self, tenant: Tenant) -> float:
+        """Its service, as if all prompt tokens of its rows had been computed."""
+        ...
+
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
         """`tenant` competes from now on, which it did not for a while; `others` do already."""
         ...
@@ -39,6 +43,9 @@ class _Metered:
     def _cost(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
         prompt = prompt_tokens + self._cached_weight * cached_tokens
         return (self._prompt_weight * prompt + self._output_weight * output_tokens) / tenant.weight
+
+    def counter(self, tenant: Tenant) -> float:
+        return tenant.service + self._prompt_weight * tenant.prefill_left / tenant.weight
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         cost = self._cost(tenant, prompt_tokens, output_tokens, cached_tokens)
@@ -75,11 +82,11 @@ class FairPolicy(_Metered):
         self._last_charged = 0.0
 
     def rank(self, tenant: Tenant) -> tuple[float, str]:
-        return (tenant.service + self._cost(tenant, tenant.prefill_left, 0), tenant.name)
+        return (self.counter(tenant), tenant.name)
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
-        floor = min((other.service for other in others), default=self._last_charged)
-        tenant.service = max(tenant.service, floor)
+        floor = min(map(self.counter, others), default=self._last_charged)
+        tenant.service += max(0.0, floor - self.counter(tenant))
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         super().charge(tenant, prompt_tokens, output_tokens, cached_tokens)
@@ -87,7 +94,7 @@ class FairPolicy(_Metered):
 
     def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:
         margin = self._cost(tenant, prompt_tokens, output_tokens)
-        return tenant.service > self.rank(other)[0] + margin
+        return tenant.service > self.counter(other) + margin
 
 
 def make_policy(config: SchedulerConfig) -> Policy:

@@ -73,7 +73,7 @@ class Scheduler:
             admission=self._admission,
             preemption=preemption,
         )
-        self.fairness = FairnessMeter(self.book, self.batch.waits)
+        self.fairness = FairnessMeter(self.book, policy, self.batch.waits)
         self._eos = info.eos_token_ids
         self._seed = seed
         self._recorder = recorder or NullRecorder()

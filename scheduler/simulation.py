@@ -37,7 +37,7 @@ class Record:
 
     Attributes:
         end_s: when the last request ended.
-        largest_gap: most service of a competing tenant less the least, at any step.
+        largest_gap: between the counters of competing tenants, at any step.
         bound: what theory allows of it.
         samples: time, and each tenant's service received until then.
     """
@@ -157,9 +157,8 @@ class Simulation:
                 tenant.rejected[event.reason] += 1
 
     def _note_gap(self) -> None:
-        services = [tenant.service for tenant in self.competing()]
-        if len(services) > 1:
-            self.record.largest_gap = max(self.record.largest_gap, max(services) - min(services))
+        gap = self.scheduler.fairness.gap(self.competing())
+        self.record.largest_gap = max(self.record.largest_gap, gap)
         if not self.record.samples or self.now - self.record.samples[-1][0] >= _SAMPLE_S:
             self._take_sample()
 

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from rich import box
@@ -178,13 +178,14 @@ def status_tables(
 def _fairness(fairness: FairnessStats) -> list[tuple[str, str]]:
     return [
         ("fairness", f"service gap {fairness.service_gap:.0f}, Jain index {fairness.jain_index:.3f}"),
-        ("waits", _counts(fairness.waits)),
-        ("preempted", _counts(fairness.preemptions)),
-        ("deadlines", _counts(fairness.missed)),
+        ("waits", show_counts(fairness.waits)),
+        ("preempted", show_counts(fairness.preemptions)),
+        ("deadlines", show_counts(fairness.missed)),
     ]
 
 
-def _counts(counts: dict[str, int]) -> str:
+def show_counts(counts: Mapping[str, int]) -> str:
+    """{"stop": 2, "failed": 0} -> "2 stop"."""
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count) or "none"
 
 

@@ -11,9 +11,15 @@ KV_TOKENS = 1024
 
 
 def random_trace(
-    seed: int, *, caps: bool = True, classes: bool = True, cancels: bool = True, policy: str = "fair"
+    seed: int,
+    *,
+    caps: bool = True,
+    classes: bool = True,
+    cancels: bool = True,
+    policy: str = "fair",
+    lasting: float = 1.0,
 ) -> Trace:
-    """Two to fifty tenants on a small machine; a few send most, some in bursts."""
+    """Two to fifty tenants on a small machine; some send much, or in bursts; `lasting` times some seconds."""
     random = Random(seed)
     names = [f"t{index}" for index in range(random.choice([2, 2, 3, 5, 10, random.randrange(2, 51)]))]
     return Trace(
@@ -32,7 +38,10 @@ def random_trace(
             backfill_s=random.choice([0.0, 1.0, 10.0]),
         ),
         machine=Machine(kv_tokens=KV_TOKENS, page_size=16, chunk=random.choice([16, 64]), max_model_len=512),
-        load=tuple(_load(random, name, len(names), classes=classes, cancels=cancels) for name in names),
+        load=tuple(
+            _load(random, name, len(names), classes=classes, cancels=cancels, lasting=lasting)
+            for name in names
+        ),
     )
 
 
@@ -53,14 +62,16 @@ def _tenant(random: Random, name: str, num_tenants: int, *, caps: bool) -> Tenan
     )
 
 
-def _load(random: Random, name: str, num_tenants: int, *, classes: bool, cancels: bool) -> Load:
+def _load(
+    random: Random, name: str, num_tenants: int, *, classes: bool, cancels: bool, lasting: float
+) -> Load:
     until_s = random.choice([1.0, 4.0])
     longest = random.choice([4, 60, 200])
     return Load(
         tenant=name,
         per_s=random.choice([1.0, 1.0, 8.0]) * 4 / num_tenants,
         from_s=random.choice([0.0, 0.0, 3.0]),
-        until_s=until_s + 3.0,
+        until_s=lasting * (until_s + 3.0),
         burst=random.choice([1, 1, 10]),
         prompt_tokens=(1, longest),
         output_tokens=(1, random.choice([2, 30, 80])),

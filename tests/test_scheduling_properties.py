@@ -26,7 +26,7 @@ class Judge:
 
     Attributes:
         plans: rows and positions of every step.
-        largest_gap: of the services of competing tenants.
+        largest_gap: between the counters of competing tenants.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -44,8 +44,8 @@ class Judge:
         self._check_caps(simulation)
         self._check_no_row_is_idle(simulation)
         simulation.scheduler.space.check_integrity()
-        services = [tenant.service for tenant in simulation.competing()]
-        self.largest_gap = max(self.largest_gap, max(services, default=0) - min(services, default=0))
+        gap = simulation.scheduler.fairness.gap(simulation.competing())
+        self.largest_gap = max(self.largest_gap, gap)
 
     def _check_caps(self, simulation: Simulation) -> None:
         scheduler = simulation.scheduler
@@ -150,7 +150,7 @@ def throughput_ratio(seed: int) -> float:
     """Time that fcfs needs for all requests over the time that fair needs."""
     times = []
     for policy in ("fcfs", "fair"):
-        trace = random_trace(seed, caps=False, classes=False, cancels=False, policy=policy)
+        trace = random_trace(seed, caps=False, classes=False, cancels=False, policy=policy, lasting=4)
         times.append(Simulation(trace, trace.arrivals(HERE)).run().end_s)
     return times[0] / times[1] if times[1] else 1.0
 
@@ -168,9 +168,9 @@ def test_the_gap_between_competing_tenants_stays_within_the_bound(first: int) ->
 
 
 def test_fair_serves_as_many_requests_in_a_time_as_fcfs() -> None:
-    """Within a trace the last rows may be a long request's: each within 10%, the mean within 1%."""
-    ratios = [throughput_ratio(seed) for seed in range(60)]
-    assert min(ratios) >= 0.90
+    """Whose request is the last one is chance, and a long one runs alone: short traces differ by it."""
+    ratios = [throughput_ratio(seed) for seed in range(25)]
+    assert min(ratios) >= 0.95
     assert sum(ratios) / len(ratios) >= 0.99
 
 
@@ -190,7 +190,7 @@ def test_ten_thousand_traces_hold(first: int) -> None:
 
 
 @pytest.mark.slow
-def test_fair_keeps_the_throughput_of_fcfs_over_a_thousand_traces() -> None:
-    ratios = sorted(throughput_ratio(seed) for seed in range(60, 1060))
+def test_fair_keeps_the_throughput_of_fcfs_over_five_hundred_traces() -> None:
+    ratios = sorted(throughput_ratio(seed) for seed in range(25, 525))
     assert sum(ratios) / len(ratios) >= 0.99
-    assert sum(ratio < 0.95 for ratio in ratios) <= 10
+    assert sum(ratio < 0.95 for ratio in ratios) <= 5
