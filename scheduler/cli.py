@@ -183,9 +183,9 @@ def simulate(
     policy: opt.Policies = None,
     plot: opt.PlotFile = None,
 ) -> None:
-    """Replay TRACE on a simulated machine and print how its tenants were served.
+    """Replay TRACE on a simulated machine, without a model.
 
-    It runs the daemon's own scheduler under a fake clock: no model, no daemon.
+    Runs the daemon's own scheduler under a fake clock and prints how each tenant was served.
 
     Example: mlxd simulate examples/traces/two_tenants.yaml --policy fair --policy fcfs
     """
