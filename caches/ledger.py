@@ -43,11 +43,13 @@ class Ledger:
         """What is promised to a row."""
         return self._reserved[row_id]
 
-    def fits(self, reservation: Reservation) -> bool:
-        return all(
-            total + n <= limit
-            for total, n, limit in zip(self._totals, reservation.pages, self._limits, strict=True)
-        )
+    def fits(self, reservation: Reservation, kept: Sequence[int] = ()) -> bool:
+        """Whether it may be promised with `kept` pages a group to spare, none where it is empty."""
+        for group, n in enumerate(reservation.pages):
+            spare = kept[group] if kept else 0
+            if self._totals[group] + n + spare > self._limits[group]:
+                return False
+        return True
 
     def reserve(self, row_id: int, reservation: Reservation) -> None:
         """Promise it; the caller has asked `fits` first."""

@@ -144,8 +144,8 @@ class Admission:
             if not reason:
                 yield tenant.head
 
-    def _rank(self, tenant: Tenant) -> tuple[int, float, str]:
-        return (tenant.head.level, *self._policy.rank(tenant))
+    def _rank(self, tenant: Tenant) -> tuple[int, tuple[float, str]]:
+        return (tenant.head.level, self._policy.rank(tenant))
 
     def held_back(self, tenant: Tenant, request: Request, room: int, now: float) -> str:
         """The tenant's setting that keeps its request waiting, or ""; "in_flight": its last row's token."""

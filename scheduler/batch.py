@@ -190,7 +190,9 @@ class Batch:
         if not self._preemption.is_due(self._running.values(), step.step_id, worst):
             return
         request = self._admission.first(self._prefill_room(), now)
-        if request is None or not (is_full or self._admission.is_short_of_pages(request)):
+        if request is None or self.pace.is_hopeless(request, now):
+            return
+        if not is_full and not self._admission.is_short_of_pages(request):
             return
         victims, reason = self._preemption.victims(request, self._running.values())
         for victim in victims:

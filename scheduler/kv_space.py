@@ -95,9 +95,7 @@ class KvSpace:
 
     def can_enter(self, request: Request, kept: Sequence[int] = ()) -> bool:
         """Whether there is room for `request` now. `kept`: pages a group that are not for it."""
-        if not self._ledger.fits(request.worst_case):
-            return False
-        if any(kept) and not self.fits_without(request, (), kept):
+        if not self._ledger.fits(request.worst_case, kept):
             return False
         if not self.is_overcommitted:
             return True

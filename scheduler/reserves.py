@@ -24,11 +24,9 @@ class Reserves:
 
     def kept_from(self, name: str) -> tuple[int, ...]:
         """Pages a group that are kept for tenants other than `name`."""
-        return (
-            tuple(kept - unused for kept, unused in zip(self._kept, self._unused(name), strict=True))
-            if name in self._own
-            else tuple(self._kept)
-        )
+        if name not in self._own:
+            return tuple(self._kept)
+        return tuple(kept - unused for kept, unused in zip(self._kept, self._unused(name), strict=True))
 
     def covers(self, name: str, reservation: Reservation) -> bool:
         """Whether the promise would lie in what is kept for `name`."""

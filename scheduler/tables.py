@@ -83,7 +83,10 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
     )
     tenants = table(
         "Tenants",
-        ("tenant", "weight", "max running", "max waiting", "KV share", "operator"),
+        (
+            *("tenant", "weight", "max running", "max waiting", "KV share", "KV reserve", "tokens/min"),
+            *("highest class", "operator"),
+        ),
         (
             (
                 tenant.name,
@@ -91,6 +94,9 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
                 str(tenant.max_running),
                 str(tenant.max_waiting),
                 f"{tenant.kv_share * 100:.4g}%",
+                f"{tenant.kv_reserve * 100:.4g}%",
+                "any" if tenant.tokens_per_minute is None else str(tenant.tokens_per_minute),
+                tenant.max_priority,
                 "yes" if tenant.operator else "",
             )
             for tenant in config.tenants

@@ -99,7 +99,7 @@ def test_the_plan_names_each_group_and_tenant_even_with_brackets_in_a_path() -> 
     assert ["model", "/models/[bold]x"] in lines
     assert ["full", "1", "64", "16", "8", "4", "8", "KiB"] in lines
     assert any(line[:1] == ["sliding:32"] for line in lines)
-    assert ["acme", "3", "32", "256", "100%", "yes"] in lines
+    assert ["acme", "3", "32", "256", "100%", "0%", "any", "normal", "yes"] in lines
 
 
 def test_progress_off_a_terminal_is_a_line_a_quarter() -> None:
