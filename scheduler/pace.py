@@ -25,7 +25,7 @@ class Pace:
             self.step_s = _DECAY * self.step_s + (1 - _DECAY) * decode_s if self.step_s else decode_s
 
     def least_s(self, request: Request) -> float:
-        """Seconds the request takes at least, if nobody else is served; what was not measured counts as 0.
+        """Seconds the request takes at that speed if it waits for nobody; what was not measured counts as 0.
 
         It draws one token, or all of them where nothing can end it sooner.
         """
