@@ -103,6 +103,8 @@ def generate(
     seed: opt.Seed = None,
     stop: opt.Stop = None,
     logprobs: opt.Logprobs = None,
+    priority: opt.PriorityOption = "normal",
+    deadline_s: opt.DeadlineS = None,
     as_json: opt.AsJson = False,
     timeout_s: opt.TimeoutS = 30.0,
     wait_s: opt.WaitS = 0.0,
@@ -128,7 +130,8 @@ def generate(
         top_logprobs=logprobs,
     )
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-    inputs = [client_verbs.Input(text, chat=chat, system=system) for text in texts]
+    deadline_ms = None if deadline_s is None else round(1000 * deadline_s)
+    inputs = [client_verbs.Input(text, chat, system, priority, deadline_ms) for text in texts]
     if not client_verbs.generate(access, inputs, sampling, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.priority import PriorityName
 
 DEFAULT_ENDPOINT = "ipc:///tmp/mlxd.sock"
 
@@ -18,6 +19,15 @@ Prompts = Annotated[
     list[str], typer.Argument(metavar="PROMPT", help="A text; - reads standard input.", show_default=False)
 ]
 
+PriorityOption = Annotated[
+    PriorityName, typer.Option("--priority", metavar="CLASS", help="interactive, normal or batch.")
+]
+DeadlineS = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline", metavar="SECONDS", min=0.001, max=86_400, help="End by then.", show_default=False
+    ),
+]
 TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace, YAML.", show_default=False)]
 Policies = Annotated[
     list[str] | None,

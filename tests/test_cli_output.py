@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 
 from mlxd.batching.fake_runner import fake_memory
 from mlxd.scheduler import cli
+from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.messages import StatusReply, TenantStatus
@@ -75,6 +76,17 @@ def test_what_was_chosen_at_start_shows_in_details_alone() -> None:
     texts = [shown(status_tables(status, details=details)) for details in (True, False)]
     assert ["attention" in text for text in texts] == [True, False]
     assert all("up             1:02:03" in text and "7 generated" in text for text in texts)
+
+
+def test_operators_see_how_tenants_are_served_beside_each_other() -> None:
+    fairness = FairnessStats(12.4, 0.98765, {"rows": 3, "kv_share": 0}, {"slice": 2, "pages": 1}, {})
+    status = look(1, 1)
+    assert "Jain" not in shown(status_tables(status))
+    lines = shown(status_tables(replace(status, fairness=fairness))).splitlines()
+    assert "fairness       service gap 12, Jain index 0.988" in lines
+    assert "waits          3 rows" in lines
+    assert "preempted      1 pages, 2 slice" in lines
+    assert "deadlines      none" in lines
 
 
 def test_small_shares_are_shown_and_nothing_is_padded_off_a_terminal(
