@@ -143,19 +143,19 @@ class Batch:
                 return
 
     def _add_decode(self, step: Step, request: Request) -> None:
-        self._charge(self._book[request.tenant], step.add_decode(request))
+        self._charge(step, self._book[request.tenant], step.add_decode(request))
 
     def _add_chunk(self, step: Step, request: Request, end: int) -> None:
         tenant = self._book[request.tenant]
         num_tokens = end - request.num_computed
         prompt_tokens = step.add_chunk(request, end)
         tenant.prefilled(request, num_tokens)
-        self._charge(tenant, prompt_tokens)
+        self._charge(step, tenant, prompt_tokens)
 
-    def _charge(self, tenant: Tenant, prompt_tokens: int) -> None:
+    def _charge(self, step: Step, tenant: Tenant, prompt_tokens: int) -> None:
         if prompt_tokens:
             self._policy.charge(tenant, prompt_tokens, 0)
-            self._book.touched.add(tenant.name)
+            self._book.use(tenant.name, prompt_tokens, step.planned_at)
 
     def _has_room(self, request: Request, end: int) -> bool:
         assert request.row is not None
@@ -241,3 +241,4 @@ class Batch:
         cached_tokens = step.add_reused(request)
         if cached_tokens:
             self._policy.charge(self._book[request.tenant], 0, 0, cached_tokens)
+            self._book.use(request.tenant, cached_tokens, now)

@@ -124,9 +124,8 @@ class Request:
 
     @property
     def quota(self) -> int:
-        """Tokens of its tenant's minute that entering takes: its prompt, once, and all it may draw."""
-        first = self.entered_at is None
-        return (len(self.prompt) if first else 0) + self.sampling.max_tokens - len(self.output)
+        """Tokens of its tenant's minute it may still use: the rest of its prompt, and all it may draw."""
+        return len(self.prompt) - self.num_charged + self.sampling.max_tokens - len(self.output)
 
     def steps_left(self, chunk: int) -> int:
         """Steps until it ended at the latest, if its chunks wait for no other's."""

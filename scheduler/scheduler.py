@@ -223,7 +223,7 @@ class Scheduler:
                 events.append(self._fail(request, fault, now))
         for name, num_tokens in self._tally.generated.items():
             self._policy.charge(self.book[name], 0, num_tokens)
-            self.book.touched.add(name)
+            self.book.use(name, num_tokens, now)
         self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
         self.batch.pace.observe(result.decode_s)
         tally, self._tally = self._tally, Tally()
@@ -257,8 +257,8 @@ class Scheduler:
         had_row = request.row is not None
         if had_row:
             self.batch.remove(request)
-        elif request in self.book[request.tenant].queue:
-            self.book.dequeue(request)
+        else:
+            self.book.drop(request)
         request.transition(RequestState.FINISHED)
         del self._open[request.key]
         self._deadlines.discard(request)

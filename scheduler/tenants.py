@@ -87,8 +87,8 @@ class Tenant:
         self.prefill_left -= request.prefill_left
         self.num_prefilling -= request.prefill_left > 0
         if self.bucket is not None:
-            kept = len(request.output) + request.num_inflight * (request.state is RequestState.PREEMPTED)
-            self.bucket.give_back(request.sampling.max_tokens - kept)
+            to_come = request.num_inflight if request.state is RequestState.PREEMPTED else 0
+            self.bucket.release(request.quota - to_come)
 
     def gauges(self) -> TenantGauges:
         return TenantGauges(len(self.queue), self.num_running, self.reserved_bytes, self.service)
@@ -160,14 +160,29 @@ class TenantBook:
                     request.level -= 1
                     self.enqueue(request, now)
 
+    def drop(self, request: Request) -> None:
+        """A request without a row ended; tokens of the row it had may be in flight and will not count."""
+        tenant = self._tenants[request.tenant]
+        if request in tenant.queue:
+            self.dequeue(request)
+        if tenant.bucket is not None:
+            tenant.bucket.release(request.num_inflight)
+
+    def use(self, name: str, num_tokens: int, now: float) -> None:
+        """Prompt or generated tokens were computed for a tenant, or found."""
+        bucket = self._tenants[name].bucket
+        if bucket is not None:
+            bucket.use(num_tokens, now)
+        self.touched.add(name)
+
     def enter(self, request: Request, now: float) -> None:
-        """A dequeued request got a row; the caller sets `entered_at` afterwards."""
+        """A dequeued request got a row."""
         tenant = self._tenants[request.tenant]
         tenant.enter(request, self._space.bytes_of(request.worst_case))
         if tenant.queue.lanes[request.level]:
             self._ageing.begin(tenant.name, request.level, now)
         if tenant.bucket is not None:
-            tenant.bucket.take(request.quota, now)
+            tenant.bucket.hold(request.quota)
         self.reserves.promise(tenant.name, request.worst_case)
         self.touched.add(tenant.name)
 

@@ -1,5 +1,7 @@
 """What a tenant may have at most, and what it has in any case."""
 
+from math import inf
+
 import pytest
 from scheduling import World, make_config, make_tenant, submission
 
@@ -21,26 +23,37 @@ def running(world: World) -> list[str]:
     return [request.key.request_id for request in world.scheduler.batch._running.values()]
 
 
-def test_a_bucket_fills_to_a_minutes_tokens_and_no_further() -> None:
+def bucket_after(used: int, *, held: int = 0) -> TokenBucket:
+    """Of 600 tokens a minute, at time 0."""
     bucket = TokenBucket.full(600)
-    bucket.take(600, 0.0)
+    bucket.hold(used + held)
+    bucket.use(used, 0.0)
+    return bucket
+
+
+def test_a_bucket_fills_to_a_minutes_tokens_and_no_further() -> None:
+    bucket = bucket_after(600)
     assert bucket.level_at(1.0) == 10.0
     assert bucket.level_at(1e6) == 600.0
 
 
-@pytest.mark.parametrize(("needed", "ready"), [(10, 0.0), (100, 0.0), (110, 1.0), (400, 30.0)])
-def test_a_bucket_says_when_it_will_hold_enough(needed: int, ready: float) -> None:
-    bucket = TokenBucket.full(600)
-    bucket.take(500, 0.0)
+@pytest.mark.parametrize(
+    ("needed", "held", "ready"),
+    [(10, 0, 0.0), (100, 0, 0.0), (110, 0, 1.0), (400, 0, 30.0), (100, 50, 5.0), (560, 50, inf)],
+)
+def test_a_bucket_says_when_it_will_have_enough_beside_what_is_held(
+    needed: int, held: int, ready: float
+) -> None:
+    bucket = bucket_after(500, held=held)
     assert bucket.ready_at(needed, 0.0) == pytest.approx(ready)
     assert bucket.ready_at(needed, ready) == ready
 
 
-def test_what_was_taken_and_not_used_is_given_back() -> None:
-    bucket = TokenBucket.full(600)
-    bucket.take(500, 0.0)
-    bucket.give_back(200)
-    assert bucket.level_at(0.0) == 300.0
+def test_what_was_held_and_not_used_is_there_again() -> None:
+    bucket = bucket_after(300, held=200)
+    assert bucket.ready_at(300, 0.0) > 0
+    bucket.release(200)
+    assert bucket.ready_at(300, 0.0) == 0.0
 
 
 def test_a_tenant_over_its_tokens_a_minute_waits_and_is_served_when_they_are_there() -> None:
@@ -89,7 +102,26 @@ def test_a_preempted_row_takes_each_token_once() -> None:
     world.submit(submission("x", (1,) * 60, tenant="acme", max_tokens=30))
     world.run()
     assert any(step.preemptions for step in world.tape.steps)
-    assert world.scheduler.book["acme"].bucket.level == pytest.approx(70, abs=1)  # type: ignore[union-attr]
+    bucket = world.scheduler.book["acme"].bucket
+    assert bucket is not None
+    assert bucket.held == 0
+    assert bucket.level_at(bucket.at) >= 160 - 90
+
+
+def test_a_preempted_request_that_ends_with_tokens_in_flight_holds_nothing() -> None:
+    tenants = make_tenant("a", tokens_per_minute=5000), make_tenant("b")
+    world = world_of(*tenants, pages=100, max_rows=1, slice_tokens=4)
+    world.submit(submission("long", tenant="a", max_tokens=200))
+    for _ in range(4):
+        world.turn()
+    world.submit(submission("other", tenant="b"))
+    while not any(request.num_preemptions for request in world.scheduler._open.values()):
+        world.turn()
+    world.cancel(submission("long").key._replace(tenant="a"))
+    world.run()
+    bucket = world.scheduler.book["a"].bucket
+    assert bucket is not None
+    assert bucket.held == 0
 
 
 def test_what_a_tenant_reserves_is_out_of_others_reach() -> None:

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from mlxd.batching.fake_runner import fake_memory
-from mlxd.scheduler import cli
 from mlxd.metrics.stats import FairnessStats
+from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.messages import StatusReply, TenantStatus

@@ -70,8 +70,9 @@ class Judge:
 
     def _check_rate(self, tenant: Tenant, limits: TenantLimits, now: float) -> None:
         """Used tokens less those a steady rate had allowed never rise by more than a minute's worth."""
-        if limits.tokens_per_minute is None:
+        if limits.tokens_per_minute is None or tenant.bucket is None:
             return
+        assert 0 <= tenant.bucket.held <= tenant.bucket.level_at(now) + 1e-6
         ahead = tenant.received * tenant.weight - limits.tokens_per_minute * now / 60
         self._least_ahead[tenant.name] = min(self._least_ahead[tenant.name], ahead)
         assert ahead - self._least_ahead[tenant.name] <= limits.tokens_per_minute + 1e-6

@@ -126,6 +126,7 @@ def test_any_trace_ends_each_request_once_with_the_tokens_of_a_solo_run(
     world = simulate(trace, small_memory(num_pages, window), policy=policy, overcommit=overcommit)
     check_outcomes(world, trace)
     assert all(t.num_running == t.reserved_bytes == t.prefill_left == 0 for t in world.scheduler.book)
+    assert all(t.bucket is None or t.bucket.held == 0 for t in world.scheduler.book)
     assert all(t.num_prefilling == 0 and not t.queue for t in world.scheduler.book)
     assert Counter(r.tenant for r in world.tape.requests) == Counter(world.tape.accepts)
     if overcommit == 1.0:
