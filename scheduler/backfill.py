@@ -22,19 +22,16 @@ class Backfill:
     def __init__(
         self, waiting: Request, running: Iterable[Request], space: KvSpace, reserves: Reserves, chunk: int
     ) -> None:
-        kept = reserves.kept_from(waiting.tenant)
-        needed = waiting.worst_case.pages
-        left = [room - k - n for room, k, n in zip(space.room, kept, needed, strict=True)]
-        self.steps: int | None = None
+        lacking = space.lacking(waiting, reserves.kept_from(waiting.tenant))
         self.waiting = waiting
+        self.steps: int | None = None
         self._chunk = chunk
-        self._left = left
         for request in sorted(running, key=lambda request: request.steps_left(chunk)):
-            for group, pages in enumerate(space.promised_to(request)):
-                left[group] += pages
-            if min(left) >= 0:
+            lacking = [n - pages for n, pages in zip(lacking, space.promised_to(request), strict=True)]
+            if max(lacking) <= 0:
                 self.steps = request.steps_left(chunk)
                 break
+        self._left = [-n for n in lacking]
 
     def allows(self, request: Request) -> bool:
         """Whether `request` may enter now, with no effect on when `waiting` can."""

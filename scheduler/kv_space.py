@@ -83,15 +83,10 @@ class KvSpace:
         assert request.row is not None
         return self._ledger.promised(request.row.row_id).pages
 
-    def fits_without(self, request: Request, rows: Sequence[Request], kept: Sequence[int]) -> bool:
-        """Whether its worst case could be promised if `rows` left, with `kept` pages a group to spare."""
-        freed = [self.promised_to(row) for row in rows]
-        return all(
-            n + spare <= room + sum(pages[group] for pages in freed)
-            for group, (n, spare, room) in enumerate(
-                zip(request.worst_case.pages, kept, self._ledger.room, strict=True)
-            )
-        )
+    def lacking(self, request: Request, kept: Sequence[int]) -> list[int]:
+        """Pages a group that a promise to `request` lacks, with `kept` ones to spare; below 0: beyond it."""
+        needs = zip(request.worst_case.pages, kept, self._ledger.room, strict=True)
+        return [n + spare - room for n, spare, room in needs]
 
     def can_enter(self, request: Request, kept: Sequence[int] = ()) -> bool:
         """Whether there is room for `request` now. `kept`: pages a group that are not for it."""

@@ -75,7 +75,10 @@ class Preemption:
         return self._policy.is_ahead(served, waiting, row.num_known, self._slice_tokens)
 
     def _enough(self, request: Request, rows: list[Request]) -> list[Request]:
-        kept = self._book.reserves.kept_from(request.tenant)
-        counts = range(1, len(rows) + 1)
-        enough = (n for n in counts if self._space.fits_without(request, rows[:n], kept))
-        return rows[: next(enough, 0)]
+        """The first of `rows` that make room together; none where all of them do not."""
+        lacking = self._space.lacking(request, self._book.reserves.kept_from(request.tenant))
+        for count, row in enumerate(rows, start=1):
+            lacking = [n - pages for n, pages in zip(lacking, self._space.promised_to(row), strict=True)]
+            if max(lacking) <= 0:
+                return rows[:count]
+        return []
