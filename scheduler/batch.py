@@ -155,7 +155,7 @@ class Batch:
     def _charge(self, step: Step, tenant: Tenant, prompt_tokens: int) -> None:
         if prompt_tokens:
             self._policy.charge(tenant, prompt_tokens, 0)
-            self._book.use(tenant.name, prompt_tokens, step.planned_at)
+            self._book.use(tenant, prompt_tokens, step.planned_at)
 
     def _has_room(self, request: Request, end: int) -> bool:
         assert request.row is not None
@@ -179,7 +179,7 @@ class Batch:
         request.num_preemptions += 1
         self.remove(request)
         self._book.enqueue(request, step.planned_at)
-        step.preempted[reason] += 1
+        step.preempted.append(reason)
 
     def _make_way(self, step: Step, now: float) -> None:
         """Preempt for the next request in line where it finds no room; before any row is in the step."""
@@ -240,5 +240,6 @@ class Batch:
         self._num_of_class[request.level] += 1
         cached_tokens = step.add_reused(request)
         if cached_tokens:
-            self._policy.charge(self._book[request.tenant], 0, 0, cached_tokens)
-            self._book.use(request.tenant, cached_tokens, now)
+            tenant = self._book[request.tenant]
+            self._policy.charge(tenant, 0, 0, cached_tokens)
+            self._book.use(tenant, cached_tokens, now)

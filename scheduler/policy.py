@@ -39,18 +39,17 @@ class _Metered:
         self._prompt_weight = prompt_weight
         self._output_weight = output_weight
         self._cached_weight = cached_weight
-
-    def _cost(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
-        prompt = prompt_tokens + self._cached_weight * cached_tokens
-        return (self._prompt_weight * prompt + self._output_weight * output_tokens) / tenant.weight
+        self._last_charged = 0.0
 
     def counter(self, tenant: Tenant) -> float:
         return tenant.service + self._prompt_weight * tenant.prefill_left / tenant.weight
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
-        cost = self._cost(tenant, prompt_tokens, output_tokens, cached_tokens)
+        prompt = prompt_tokens + self._cached_weight * cached_tokens
+        cost = (self._prompt_weight * prompt + self._output_weight * output_tokens) / tenant.weight
         tenant.service += cost
         tenant.received += cost
+        self._last_charged = tenant.service
 
 
 class FcfsPolicy(_Metered):
@@ -77,10 +76,6 @@ class FairPolicy(_Metered):
     Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588.
     """
 
-    def __init__(self, prompt_weight: float, output_weight: float, cached_weight: float) -> None:
-        super().__init__(prompt_weight, output_weight, cached_weight)
-        self._last_charged = 0.0
-
     def rank(self, tenant: Tenant) -> tuple[float, str]:
         return (self.counter(tenant), tenant.name)
 
@@ -88,13 +83,9 @@ class FairPolicy(_Metered):
         floor = min(map(self.counter, others), default=self._last_charged)
         tenant.service += max(0.0, floor - self.counter(tenant))
 
-    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
-        super().charge(tenant, prompt_tokens, output_tokens, cached_tokens)
-        self._last_charged = tenant.service
-
     def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:
-        margin = self._cost(tenant, prompt_tokens, output_tokens)
-        return tenant.service > self.counter(other) + margin
+        work = self._prompt_weight * prompt_tokens + self._output_weight * output_tokens
+        return tenant.service > self.counter(other) + work / tenant.weight
 
 
 def make_policy(config: SchedulerConfig) -> Policy:

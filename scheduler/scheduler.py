@@ -180,7 +180,8 @@ class Scheduler:
             events.append(self._give_up(step.hopeless.pop(), now))
         if step.is_empty:
             return None
-        self.fairness.preemptions += step.preempted
+        if step.preempted:
+            self.fairness.preemptions.update(step.preempted)
         self._next_step = Step(step.step_id + 1)
         self._launched.append(step)
         return step.plan(self.space.take_scrub(), self.batch.take_left(), self.space.take_restored())
@@ -222,8 +223,9 @@ class Scheduler:
             if fault is not None and request.state is not RequestState.FINISHED:
                 events.append(self._fail(request, fault, now))
         for name, num_tokens in self._tally.generated.items():
-            self._policy.charge(self.book[name], 0, num_tokens)
-            self.book.use(name, num_tokens, now)
+            tenant = self.book[name]
+            self._policy.charge(tenant, 0, num_tokens)
+            self.book.use(tenant, num_tokens, now)
         self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
         self.batch.pace.observe(result.decode_s)
         tally, self._tally = self._tally, Tally()

@@ -19,7 +19,7 @@ class Step:
         cached_tokens: prompt positions found in the prefix cache and not computed before, by tenant.
         prefix_query_tokens, prefix_hit_tokens: known tokens of rows that entered, and those found, by tenant.
         num_joined: rows that entered while it was planned.
-        preempted: rows that gave up their pages while it was planned, by reason.
+        preempted: why rows gave up their pages while it was planned, one each.
         hopeless: requests that were next and could not meet their deadline any more; queued no longer.
     """
 
@@ -36,7 +36,7 @@ class Step:
     prefix_query_tokens: Counter[str] = field(default_factory=Counter)
     prefix_hit_tokens: Counter[str] = field(default_factory=Counter)
     num_joined: int = 0
-    preempted: Counter[str] = field(default_factory=Counter)
+    preempted: list[str] = field(default_factory=list)
     hopeless: list[Request] = field(default_factory=list)
 
     @property
@@ -134,6 +134,6 @@ class Tally:
             joined=step.num_joined,
             left=self.left,
             token_gaps_s=tuple(self.gaps_s),
-            preemptions=dict(step.preempted),
+            preemptions=dict(Counter(step.preempted)) if step.preempted else {},
             compiled=result.compiled,
         )

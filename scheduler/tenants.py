@@ -168,12 +168,11 @@ class TenantBook:
         if tenant.bucket is not None:
             tenant.bucket.release(request.num_inflight)
 
-    def use(self, name: str, num_tokens: int, now: float) -> None:
+    def use(self, tenant: Tenant, num_tokens: int, now: float) -> None:
         """Prompt or generated tokens were computed for a tenant, or found."""
-        bucket = self._tenants[name].bucket
-        if bucket is not None:
-            bucket.use(num_tokens, now)
-        self.touched.add(name)
+        if tenant.bucket is not None:
+            tenant.bucket.use(num_tokens, now)
+        self.touched.add(tenant.name)
 
     def enter(self, request: Request, now: float) -> None:
         """A dequeued request got a row."""
