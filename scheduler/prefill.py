@@ -38,10 +38,10 @@ class PrefillBudget:
 
 
 class PrefillTurns:
-    """Whose chunk is next: by turns the row with the least left, and the one that entered first.
+    """Whose chunk is next: by turns the row of the highest class with the least left, and the oldest one.
 
-    The first turn lets short prompts pass long ones; the second gives the oldest row at least every second
-    chunk, so that each row in time becomes the oldest and ends.
+    The first turn lets short prompts pass long ones, and urgent ones the others; the second gives the oldest
+    row at least every second chunk, so that each row in time becomes the oldest and ends.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PrefillTurns:
 
     def pick(self, rows: Sequence[Request]) -> Request:
         """`rows` in entering order, not empty. The turn passes on by `took`."""
-        return rows[0] if self._oldest_next else min(rows, key=attrgetter("prefill_left"))
+        return rows[0] if self._oldest_next else min(rows, key=attrgetter("level", "prefill_left"))
 
     def took(self) -> None:
         self._oldest_next = not self._oldest_next

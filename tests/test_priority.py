@@ -189,3 +189,16 @@ def test_a_queue_has_its_head_whatever_leaves() -> None:
         queue.remove(made[expected])
     assert queue.head is None
     assert len(queue) == 0
+
+
+def test_an_urgent_prompt_has_every_second_chunk_before_shorter_ones_of_lower_classes() -> None:
+    world = world_of(any_class("acme"), any_class("urgent"), max_rows=8, prefill_ms=1)
+    for number in range(2):
+        world.submit(request(f"short {number}", num_prompt=120 + number, max_tokens=1))
+    world.turn()
+    world.submit(request("urgent", INTERACTIVE, tenant="urgent", num_prompt=129, max_tokens=1))
+    before = len(world.plans)
+    world.run()
+    rows = [item[1] for plan in world.plans[before:] for item in plan if item[0] == "chunk"]
+    urgent = max(rows)
+    assert rows[:16].count(urgent) == rows.count(urgent) == 8
