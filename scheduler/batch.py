@@ -51,7 +51,7 @@ class Batch:
         self._preemption = preemption
         self._chunk = info.memory.chunk
         self._max_rows = min(config.max_rows, info.memory.max_rows, info.max_batch)
-        self._turns = PrefillTurns()
+        self._turns = PrefillTurns(policy, book)
         self._running: dict[int, Request] = {}
         self._num_of_class = [0] * len(Priority)
         self._left: list[int] = []
@@ -119,7 +119,8 @@ class Batch:
     def _plan_prefill(self, step: Step) -> None:
         """Chunks by turns. None of them may preempt: the row it would hit can be in the step already."""
         rows = [request for request in self._running.values() if request.prefill_left > 0]
-        while rows:
+        first, ahead = self._turns.split(rows)
+        while rows := first or ahead:
             request = self._turns.pick(rows)
             rows.remove(request)
             end = request.chunk_end(self._chunk)
@@ -158,8 +159,7 @@ class Batch:
             self._book.use(tenant, prompt_tokens, step.planned_at)
 
     def _has_room(self, request: Request, end: int) -> bool:
-        assert request.row is not None
-        fits = self._space.grow(request.row, request.num_computed, end)
+        fits = self._space.grow(request, end)
         self._is_short_of_pages |= not fits
         return fits
 

@@ -184,7 +184,9 @@ class Scheduler:
             self.fairness.preemptions.update(step.preempted)
         self._next_step = Step(step.step_id + 1)
         self._launched.append(step)
-        return step.plan(self.space.take_scrub(), self.batch.take_left(), self.space.take_restored())
+        scrub = self.space.take_scrub()
+        copies, restored = self.space.take_fills()
+        return step.plan(scrub, self.batch.take_left(), restored, copies)
 
     def wakes_at(self, now: float) -> float | None:
         """When, with no step launched, time alone lets a step be planned or ends a request; None: never."""

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from mlxd.batching.fake_runner import fake_memory
+from mlxd.batching.fake_memory import fake_memory
 from mlxd.batching.plan import StepPlan, StepResult
 from mlxd.batching.runner import RunnerInfo
 from mlxd.scheduler.config import CacheConfig, Config, TenantConfig

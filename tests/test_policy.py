@@ -156,3 +156,19 @@ def test_a_tenant_held_by_its_cap_earns_no_credit_and_gives_none_to_who_comes_la
     while book["capped"].is_held:
         world.turn()
     assert book["capped"].service >= min(book["a"].service, book["b"].service) - one_request
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_where_prompts_take_all_the_time_chunks_go_to_who_is_behind(policy: str) -> None:
+    """Long prompts, one token each: rows alone would share nothing, as both tenants always have some."""
+    tenants = make_tenant("a", weight=8.0, max_waiting=300), make_tenant("b", max_waiting=300)
+    memory = fake_memory(max_rows=4, max_model_len=256, chunk=16)
+    world = World(make_config(*tenants, policy=policy, max_rows=4, prefill_ms=1), FakeRunner(memory))
+    for name in "ab":
+        for number in range(100):
+            world.submit(submission(str(number), (number,) * 200, tenant=name, max_tokens=1))
+    for _ in range(600):
+        world.turn()
+    a, b = world.scheduler.book
+    share = a.received * a.weight / (a.received * a.weight + b.received * b.weight)
+    assert (share == pytest.approx(8 / 9, abs=0.05)) == (policy == "fair")

@@ -88,7 +88,7 @@ class Judge:
     def _find_admissible(self, simulation: Simulation) -> set[RequestKey]:
         scheduler = simulation.scheduler
         waiting = scheduler._admission.reserving
-        if waiting is not None and waiting.row is None:
+        if waiting is not None and waiting in scheduler.book[waiting.tenant].queue:
             assert any(
                 n > room for n, room in zip(waiting.worst_case.pages, scheduler.space.room, strict=True)
             )
