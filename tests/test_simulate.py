@@ -111,7 +111,6 @@ def test_a_recording_is_scaled_and_bursty_tenants_send_all_of_a_span_at_once(tmp
 def test_simulate_prints_each_tenant_under_each_policy_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     path = write(tmp_path, f"{TENANTS}load: [{LOAD}, {LOAD.replace('tenant: a', 'tenant: b')}]")
     plot = tmp_path / "plot.svg"
     options = ["--policy", "fair", "--policy", "fcfs", "--plot", str(plot)]
@@ -128,7 +127,6 @@ def test_an_unknown_policy_and_a_place_that_cannot_be_written_are_told(
     path = write(tmp_path, f"{TENANTS}load: [{LOAD}]")
     assert cli.run(["simulate", str(path), "--policy", "best"]) == 2
     assert "--policy is 'best'; it must be fair or fcfs" in capsys.readouterr().err
-    pytest.importorskip("matplotlib")
     assert cli.run(["simulate", str(path), "--plot", str(tmp_path / "none" / "x.png")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
