@@ -1,8 +1,10 @@
 """Host cost of scheduling: plan + postprocess per step, the runner excluded.
 
-    python benchmarks/scheduling.py [--rows 64] [--tenants 50] [--waiting 10000] [--steps 2000] [--out FILE]
+    python benchmarks/scheduling.py [--rows 64] [--tenants 50] [--waiting 10000] [--steps 2000] [--plain]
+        [--out FILE]
 
-Prints one JSON line; `--out` appends it to a file. Rows end and queued requests enter all the time. The
+Prints one JSON line; `--out` appends it to a file. Rows end and queued requests enter all the time; a third
+of the tenants have caps, requests are of all classes and half of them have a deadline, unless `--plain`. The
 clock is this thread's CPU time, so that what else runs on the machine does not count.
 """
 
@@ -18,15 +20,26 @@ from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.config import Config, SchedulerConfig, TenantConfig
 from mlxd.scheduler.events import Event, RequestKey, Submission
+from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.scheduler import Scheduler
 
+CAPS = {"kv_reserve": 0.01, "tokens_per_minute": 10_000_000, "max_prefilling": 1}
 
-def make_scheduler(rows: int, tenants: int, waiting: int, policy: str) -> tuple[Scheduler, FakeRunner]:
+
+def make_scheduler(
+    rows: int, tenants: int, waiting: int, policy: str, *, plain: bool
+) -> tuple[Scheduler, FakeRunner]:
     memory = fake_memory(max_rows=rows, max_model_len=2048, chunk=128, page_size=64, window=512)
     runner = FakeRunner(memory, checks=False, prefill_s_per_token=1e-4)
     configs = tuple(
         TenantConfig(
-            name=f"t{i}", token_sha256="0" * 64, weight=1 + i % 4, max_running=rows, max_waiting=waiting
+            name=f"t{i}",
+            token_sha256="0" * 64,
+            weight=1 + i % 4,
+            max_running=rows,
+            max_waiting=waiting,
+            max_priority="interactive",
+            **({} if plain or i % 3 else CAPS),
         )
         for i in range(tenants)
     )
@@ -38,10 +51,11 @@ def make_scheduler(rows: int, tenants: int, waiting: int, policy: str) -> tuple[
 class Arrivals:
     """Keeps the queues at a length: what left is replaced."""
 
-    def __init__(self, scheduler: Scheduler, tenants: int, target: int) -> None:
+    def __init__(self, scheduler: Scheduler, tenants: int, target: int, *, plain: bool) -> None:
         self._scheduler = scheduler
         self._tenants = tenants
         self._target = target
+        self._plain = plain
         self._random = Random(1)
         self._count = 0
 
@@ -51,13 +65,19 @@ class Arrivals:
             key = RequestKey(f"t{self._count % self._tenants}", str(self._count))
             prompt = tuple(self._random.choices(range(1000), k=self._random.randrange(1, 400)))
             sampling = SamplingParams(max_tokens=self._random.randrange(50, 300))
-            self._scheduler.submit(Submission(key, prompt, sampling, now))
+            priority, deadline = Priority.NORMAL, None
+            if not self._plain:
+                priority = Priority(self._random.choices((0, 1, 2), (1, 8, 2))[0])
+                deadline = now + self._random.choice((1e4, 1e5)) if self._count % 2 else None
+            self._scheduler.submit(Submission(key, prompt, sampling, now, priority, deadline))
 
 
-def measure(rows: int, tenants: int, waiting: int, steps: int, policy: str) -> dict[str, object]:
+def measure(
+    rows: int, tenants: int, waiting: int, steps: int, policy: str, *, plain: bool = False
+) -> dict[str, object]:
     """Milliseconds of schedule + postprocess, one pipelined step at a time."""
-    scheduler, runner = make_scheduler(rows, tenants, waiting, policy)
-    arrivals = Arrivals(scheduler, tenants, waiting)
+    scheduler, runner = make_scheduler(rows, tenants, waiting, policy, plain=plain)
+    arrivals = Arrivals(scheduler, tenants, waiting, plain=plain)
     arrivals.top_up(0.0)
     costs_ms: list[float] = []
     sizes: list[int] = []
@@ -67,7 +87,7 @@ def measure(rows: int, tenants: int, waiting: int, steps: int, policy: str) -> d
     for step in range(steps + rows):
         now = 0.01 * step
         begun = time.thread_time()
-        plan = scheduler.schedule(now)
+        plan = scheduler.schedule(now, [])
         cost = time.thread_time() - begun
         assert plan is not None
         pending = runner.launch(plan)
@@ -85,6 +105,7 @@ def measure(rows: int, tenants: int, waiting: int, steps: int, policy: str) -> d
     return {
         "benchmark": "scheduling",
         "policy": policy,
+        "plain": plain,
         "rows": rows,
         "tenants": tenants,
         "waiting": waiting,
@@ -103,9 +124,11 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
+    parser.add_argument("--plain", action="store_true", help="one class, no caps, no deadlines")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    line = json.dumps(measure(args.rows, args.tenants, args.waiting, args.steps, args.policy))
+    figures = measure(args.rows, args.tenants, args.waiting, args.steps, args.policy, plain=args.plain)
+    line = json.dumps(figures)
     print(line)
     if args.out is not None:
         with args.out.open("a") as file:

@@ -34,11 +34,22 @@ class Ledger:
         """Whether an empty machine could hold it."""
         return all(n <= g.num_promised for n, g in zip(reservation.pages, self._plan.groups, strict=True))
 
-    def fits(self, reservation: Reservation) -> bool:
-        return all(
-            total + n <= limit
-            for total, n, limit in zip(self._totals, reservation.pages, self._limits, strict=True)
-        )
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Pages a group that may still be promised."""
+        return tuple(limit - total for limit, total in zip(self._limits, self._totals, strict=True))
+
+    def promised(self, row_id: int) -> Reservation:
+        """What is promised to a row."""
+        return self._reserved[row_id]
+
+    def fits(self, reservation: Reservation, kept: Sequence[int] = ()) -> bool:
+        """Whether it may be promised with `kept` pages a group to spare, none where it is empty."""
+        for group, n in enumerate(reservation.pages):
+            spare = kept[group] if kept else 0
+            if self._totals[group] + n + spare > self._limits[group]:
+                return False
+        return True
 
     def reserve(self, row_id: int, reservation: Reservation) -> None:
         """Promise it; the caller has asked `fits` first."""

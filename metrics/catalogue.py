@@ -94,6 +94,13 @@ class EngineMetrics:
             "mlxd_tenant_service_total", "Weighted tokens over the tenant's weight.", tenant
         )
         self.tenant_kv = Gauge("mlxd_tenant_kv_reserved_bytes", "KV bytes reserved for a tenant.", tenant)
+        self.service_gap = Gauge(
+            "mlxd_service_gap", "Between the highest and the lowest counter of tenants that wait."
+        )
+        self.jain_index = Gauge("mlxd_jain_index", "Of the service of tenants that waited all the time.")
+        self.waits = Gauge(
+            "mlxd_requests_blocked", "Waiting requests, by what their tenant's next one lacks.", ("reason",)
+        )
         self.kv = Gauge("mlxd_kv_bytes", "KV bytes; the states overlap, never add them.", ("state",))
         self.pages = Gauge("mlxd_kv_pages", "Pages of a layer group.", ("group", "state"))
         self.prefix_evictions = Counter(

@@ -59,7 +59,8 @@ class RequestStats:
     """Left by every accepted request at its end.
 
     Attributes:
-        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "failed" or "draining".
+        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "expired", "hopeless", "failed"
+            or "draining".
         queue_s: arrival to the latest start of its prefill; None where it never started.
         first_token_s: arrival to first token; None where it gave none.
         cached_tokens: prompt tokens that were found in the prefix cache.
@@ -95,6 +96,25 @@ class DiskStats:
 
 
 @dataclass(frozen=True, slots=True)
+class FairnessStats:
+    """How tenants are served beside each other; sampled once a second, the counts are of now.
+
+    Attributes:
+        service_gap: between the highest and the lowest counter of tenants that wait.
+        jain_index: of the service that those tenants got lately who waited all the time; 1 is equal.
+        waits: waiting requests, by what their tenant's next one lacks.
+        preemptions: rows that made way since the start, by reason.
+        missed: requests that ended by their deadline since the start: "expired", "hopeless".
+    """
+
+    service_gap: float = 0.0
+    jain_index: float = 1.0
+    waits: dict[str, int] = field(default_factory=dict)
+    preemptions: dict[str, int] = field(default_factory=dict)
+    missed: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The engine's state after a step, replaced whole; readers on other threads keep the old one.
 
@@ -126,6 +146,7 @@ class EngineSnapshot:
     """Cached pages of each group given up for rows."""
     disk: DiskStats | None = None
     """None: there is no disk tier."""
+    fairness: FairnessStats = FairnessStats()
     graph_compiles: int = 0
     graph_retraces: int = 0
     graph_failures: int = 0

@@ -4,9 +4,16 @@ from collections.abc import Sequence
 
 from mlxd.metrics.catalogue import Catalogue
 from mlxd.metrics.instruments import OTHER, LabelGuard
-from mlxd.metrics.stats import DiskStats, EngineSnapshot, RequestStats, StepStats, TenantGauges
+from mlxd.metrics.stats import DiskStats, EngineSnapshot, FairnessStats, RequestStats, StepStats, TenantGauges
 
-OUTCOMES = ("stop", "length", "cancelled", "client_gone", "slow_client", "failed", "draining")
+OUTCOMES = (
+    *("stop", "length", "cancelled", "client_gone", "slow_client"),
+    *("expired", "hopeless", "failed", "draining"),
+)
+WAITS = (
+    *("rows", "pages", "in_flight", "max_running", "max_prefilling"),
+    *("kv_share", "kv_reserve", "tokens_per_minute"),
+)
 STATES = ("starting", "running", "draining", "stopped", "failed")
 STEP_KINDS = ("decode", "prefill", "mixed")
 
@@ -140,6 +147,7 @@ class Tally:
         engine.prefix_evictions.raise_to(snapshot.prefix_evictions)
         if snapshot.disk is not None:
             self._show_disk(snapshot.disk)
+        self._show_fairness(snapshot.fairness)
         engine.compiles.raise_to(snapshot.graph_compiles)
         engine.retraces.raise_to(snapshot.graph_retraces)
         engine.graph_failures.raise_to(snapshot.graph_failures)
@@ -148,6 +156,13 @@ class Tally:
         engine.memory.set(snapshot.memory_active_bytes, "active")
         engine.memory.set(snapshot.memory_peak_bytes, "peak")
         engine.memory.set(snapshot.memory_cache_bytes, "cache")
+
+    def _show_fairness(self, fairness: FairnessStats) -> None:
+        engine = self.catalogue.engine
+        engine.service_gap.set(fairness.service_gap)
+        engine.jain_index.set(fairness.jain_index)
+        for reason in WAITS:
+            engine.waits.set(fairness.waits.get(reason, 0), reason)
 
     def _show_disk(self, disk: DiskStats) -> None:
         engine = self.catalogue.engine

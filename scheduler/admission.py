@@ -1,40 +1,62 @@
 """What may be queued, and which queued request enters the batch next."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 
+from mlxd.batching.runner import RunnerInfo
+from mlxd.scheduler.backfill import Backfill
 from mlxd.scheduler.config import SchedulerConfig
 from mlxd.scheduler.events import Rejected
 from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.policy import Policy
+from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.request import Request
-from mlxd.scheduler.tenants import Tenant
+from mlxd.scheduler.tenants import Tenant, TenantBook
 
-MAX_OVERTAKES = 8
-"""Requests that may enter before one that waits for pages, though it was picked first."""
-
-MAX_PREFILLING = 2
-"""Rows of one tenant in prefill beyond those whose chunks the step's budget holds."""
-
+_CAPS = ("max_running", "kv_share", "tokens_per_minute")
 _RETRY_MIN_MS, _RETRY_MAX_MS = 50, 60_000
 _UNKNOWN_INTERVAL_S = 1.0
 _SMOOTHING = 0.1
 
 
 class Admission:
-    """Decides by memory, caps and policy; changes nothing but `num_overtaken` of requests passed over."""
+    """Decides by memory, caps, class and policy; changes nothing but who is known to be held up, and by what.
 
-    def __init__(self, config: SchedulerConfig, space: KvSpace, policy: Policy) -> None:
+    Attributes:
+        reserving: who was picked first lately, and waits for pages.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        info: RunnerInfo,
+        *,
+        space: KvSpace,
+        book: TenantBook,
+        policy: Policy,
+        preemption: Preemption,
+    ) -> None:
         self._max_waiting = config.max_waiting
+        self._backfill_s = config.backfill_s
         self._space = space
+        self._book = book
         self._policy = policy
+        self._preemption = preemption
+        self._chunk = info.memory.chunk
         self._leave_interval_s = _UNKNOWN_INTERVAL_S
         self._left_at: float | None = None
+        self.reserving: Request | None = None
 
     def refuse(self, request: Request, tenant: Tenant, num_waiting: int) -> Rejected | None:
         """Why `request` cannot be queued; None if it can. `num_waiting` is that of all tenants."""
         never = self._never_fits(request, tenant)
         if never:
             return Rejected(request.key, "never_fits", never, retryable=False)
+        if tenant.bucket is not None and request.quota > tenant.bucket.per_minute:
+            message = (
+                f"{_asked(request)} is above the {tenant.bucket.per_minute} tokens a minute of "
+                f"tenant {tenant.name!r}"
+            )
+            return Rejected(request.key, "quota", message, retryable=False)
         if len(tenant.queue) >= tenant.max_waiting:
             count = len(tenant.queue)
             message = (
@@ -46,16 +68,16 @@ class Admission:
         return None
 
     def _never_fits(self, request: Request, tenant: Tenant) -> str:
-        plan = self._space.plan
-        num_prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
-        asked = f"{num_prompt} prompt tokens + max_tokens {max_tokens}"
-        if num_prompt + max_tokens > plan.max_model_len:
+        plan, asked = self._space.plan, _asked(request)
+        if len(request.prompt) + request.sampling.max_tokens > plan.max_model_len:
             return f"{asked} is above the context of {plan.max_model_len} tokens"
         worst = self._space.bytes_of(request.worst_case)
         if not self._space.ever_fits(request.worst_case):
             return f"{asked} may need {worst} bytes of KV; there are {plan.kv_bytes}"
         if worst > tenant.max_kv_bytes:
             return f"{asked} may need {worst} bytes of KV; the tenant's share is {tenant.max_kv_bytes}"
+        if not self._book.reserves.ever_allows(tenant.name, request.worst_case):
+            return f"{asked} may need {worst} bytes of KV; too many of {plan.kv_bytes} are kept for others"
         return ""
 
     def _full(self, request: Request, message: str, count: int) -> Rejected:
@@ -69,36 +91,103 @@ class Admission:
             self._leave_interval_s += _SMOOTHING * (now - self._left_at - self._leave_interval_s)
         self._left_at = now if num_open else None
 
-    def pick(self, queued: Iterable[Tenant], room: int, chunk: int) -> Request | None:
-        """The request that enters next.
+    def pick(self, running: Collection[Request], room: int, now: float) -> Request | None:
+        """The request that enters next, given that a row is free.
 
-        A tenant at a cap of its own is passed over. A request that is only short of pages lets later picks
-        enter before it, MAX_OVERTAKES in its life; then all wait for it.
+        A tenant at a cap of its own is passed over. The first request that is only short of pages waits for
+        them; others enter before it where they do not put it off or would make way for it, for `backfill_s`
+        at most. What a tenant keeps for itself is never waited for.
 
         Args:
-            queued: tenants with a queue.
+            running: requests with a row.
             room: tokens of chunks this step's prefill budget still holds.
-            chunk: tokens a full chunk has.
         """
-        blocked: list[Request] = []
-        for tenant in sorted(queued, key=self._policy.rank):
-            request = tenant.head
-            if not self._tenant_allows(tenant, request, request.chunk_end(chunk) <= room):
-                continue
-            if self._space.can_enter(request):
-                for earlier in blocked:
-                    earlier.num_overtaken += 1
-                return request
-            if request.num_overtaken >= MAX_OVERTAKES:
-                return None
-            blocked.append(request)
+        backfill: Backfill | None = None
+        self.reserving = None
+        for request in self._next_in_line(room, now):
+            if self._fits(request):
+                if backfill is None or self._is_own(request) or self._may_pass(request, backfill):
+                    return request
+            elif backfill is None and not self._is_kept_from(request):
+                self.reserving = request
+                if request.blocked_since is None:
+                    request.blocked_since = now
+                if now - request.blocked_since >= self._backfill_s:
+                    return self._first_of_own(room, now)
+                backfill = Backfill(request, running, self._space, self._book.reserves, self._chunk)
         return None
 
-    def _tenant_allows(self, tenant: Tenant, request: Request, has_room: bool) -> bool:
-        reserves = tenant.reserved_bytes + self._space.bytes_of(request.worst_case)
-        return (
-            tenant.num_running < tenant.max_running
-            and reserves <= tenant.max_kv_bytes
-            and (has_room or tenant.num_prefilling < MAX_PREFILLING)
-            and request.num_inflight == 0
-        )
+    def _may_pass(self, request: Request, backfill: Backfill) -> bool:
+        return self._preemption.makes_way(request, backfill.waiting) or backfill.allows(request)
+
+    def first(self, room: int, now: float) -> Request | None:
+        """Who would be next if rows and pages did not lack."""
+        return next(self._next_in_line(room, now), None)
+
+    def is_short_of_pages(self, request: Request) -> bool:
+        return not self._fits(request)
+
+    def _first_of_own(self, room: int, now: float) -> Request | None:
+        in_line = self._next_in_line(room, now)
+        return next((request for request in in_line if self._is_own(request) and self._fits(request)), None)
+
+    def _next_in_line(self, room: int, now: float) -> Iterator[Request]:
+        """Each tenant's next request that no cap of the tenant holds back; in order."""
+        queued = self._book.queued.values()
+        for tenant in queued:
+            if tenant.is_held and self.held_back(tenant, tenant.head, room, now) not in _CAPS:
+                tenant.is_held = False
+                self._policy.activate(tenant, self._book.peers(tenant.head))
+        for tenant in sorted(queued, key=self._rank):
+            reason = self.held_back(tenant, tenant.head, room, now)
+            tenant.is_held = reason in _CAPS
+            if not reason:
+                yield tenant.head
+
+    def _rank(self, tenant: Tenant) -> tuple[int, tuple[float, str]]:
+        return (tenant.head.level, self._policy.rank(tenant))
+
+    def held_back(self, tenant: Tenant, request: Request, room: int, now: float) -> str:
+        """The tenant's setting that keeps its request waiting, or ""; "in_flight": its last row's token."""
+        if tenant.num_running >= tenant.max_running:
+            return "max_running"
+        if tenant.reserved_bytes + self._space.bytes_of(request.worst_case) > tenant.max_kv_bytes:
+            return "kv_share"
+        if tenant.num_prefilling >= tenant.max_prefilling and request.chunk_end(self._chunk) > room:
+            return "max_prefilling"
+        if request.num_inflight:
+            return "in_flight"
+        if tenant.bucket is not None and tenant.bucket.ready_at(request.quota, now) > now:
+            return "tokens_per_minute"
+        return ""
+
+    def why_waiting(self, tenant: Tenant, room: int, now: float, *, has_row: bool) -> str:
+        """What the tenant's next request waits for: a setting of the tenant, "rows" or "pages"."""
+        held_back = self.held_back(tenant, tenant.head, room, now)
+        if held_back or not has_row:
+            return held_back or "rows"
+        return "kv_reserve" if self._is_kept_from(tenant.head) else "pages"
+
+    def _fits(self, request: Request) -> bool:
+        return self._space.can_enter(request, self._book.reserves.kept_from(request.tenant))
+
+    def _is_own(self, request: Request) -> bool:
+        """Whether it would enter on what is kept for its tenant."""
+        return self._book.reserves.covers(request.tenant, request.worst_case)
+
+    def _is_kept_from(self, request: Request) -> bool:
+        """Whether it waits for pages that are kept for other tenants and nothing else."""
+        return self._space.can_enter(request) and not self._fits(request)
+
+    def ready_at(self, now: float) -> float | None:
+        """When the first tenant has tokens for its next request, where a minute's tokens hold any back."""
+        times = [
+            tenant.bucket.ready_at(tenant.head.quota, now)
+            for tenant in self._book.queued.values()
+            if tenant.bucket is not None
+        ]
+        return min(times, default=None)
+
+
+def _asked(request: Request) -> str:
+    return f"{len(request.prompt)} prompt tokens + max_tokens {request.sampling.max_tokens}"

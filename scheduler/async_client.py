@@ -22,6 +22,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
     RequestFailedError,
 )
+from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect, ZmqTransport
 
@@ -90,9 +91,24 @@ class AsyncClient:
         messages: Sequence[Mapping[str, str]] | None = None,
         token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
+        priority: PriorityName = "normal",
+        deadline_ms: int | None = None,
     ) -> Completion:
-        """The whole answer to a text, a conversation or token ids."""
-        message = _generate(prompt, messages, token_ids, sampling, request_id, stream=False)
+        """The whole answer to a text, a conversation or token ids.
+
+        Without its end `deadline_ms` after it arrived the request ends with RequestFailedError "expired", or
+        "hopeless" before it begins.
+        """
+        message = _generate(
+            prompt,
+            messages,
+            token_ids,
+            sampling,
+            request_id,
+            stream=False,
+            priority=priority,
+            deadline_ms=deadline_ms,
+        )
         async with self._request(message) as request:
             done = await request.next()
         if not isinstance(done, wire.Done) or done.text is UNSET or done.token_ids is UNSET:
@@ -108,9 +124,20 @@ class AsyncClient:
         messages: Sequence[Mapping[str, str]] | None = None,
         token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
+        priority: PriorityName = "normal",
+        deadline_ms: int | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
         """The answer piece by piece; closing the generator early cancels the request."""
-        message = _generate(prompt, messages, token_ids, sampling, request_id, stream=True)
+        message = _generate(
+            prompt,
+            messages,
+            token_ids,
+            sampling,
+            request_id,
+            stream=True,
+            priority=priority,
+            deadline_ms=deadline_ms,
+        )
         async with self._request(message) as request:
             while isinstance(reply := await request.next(), wire.Chunk):
                 logprobs = () if reply.logprobs is UNSET else reply.logprobs
@@ -227,6 +254,8 @@ def _generate(
     request_id: str | None,
     *,
     stream: bool,
+    priority: PriorityName,
+    deadline_ms: int | None,
 ) -> wire.Generate:
     """Raises InvalidParamError for a turn that is no role and content, or a sampling value out of range."""
     sampling = sampling or SamplingParams()
@@ -244,4 +273,6 @@ def _generate(
         token_ids=UNSET if token_ids is None else tuple(token_ids),
         sampling=sampling,
         stream=stream,
+        priority=priority,
+        deadline_ms=UNSET if deadline_ms is None else deadline_ms,
     )

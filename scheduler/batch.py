@@ -1,11 +1,16 @@
 """The rows: who enters, what a step computes of them, who gives pages back."""
 
+from collections import Counter
+
 from mlxd.batching.runner import RunnerInfo
 from mlxd.scheduler.admission import Admission
 from mlxd.scheduler.config import SchedulerConfig
 from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.pace import Pace
 from mlxd.scheduler.policy import Policy
+from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.prefill import PrefillBudget, PrefillTurns
+from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.request import Request, RequestState
 from mlxd.scheduler.step import Step
 from mlxd.scheduler.tenants import Tenant, TenantBook
@@ -18,10 +23,11 @@ class Batch:
     one.
 
     Where overcommitted pages run out, the row that entered last gives its own back, be it the one that
-    asked: so the first row always goes on, and in time each one is first.
+    asked: so the first row always goes on, and in time each one is first. Rows also make way for whoever
+    would be next and finds no room, by the rules of `Preemption`.
 
     Attributes:
-        budget: prefill a step holds; told the measured speed by whoever reads results.
+        budget, pace: prefill a step holds, and the speed; told what was measured by whoever reads results.
         num_entered: rows made since the start.
     """
 
@@ -34,16 +40,20 @@ class Batch:
         book: TenantBook,
         policy: Policy,
         admission: Admission,
+        preemption: Preemption,
     ) -> None:
         self.budget = PrefillBudget(config.prefill_ms / 1000)
+        self.pace = Pace(self.budget)
         self._space = space
         self._book = book
         self._policy = policy
         self._admission = admission
+        self._preemption = preemption
         self._chunk = info.memory.chunk
         self._max_rows = min(config.max_rows, info.memory.max_rows, info.max_batch)
-        self._turns = PrefillTurns()
+        self._turns = PrefillTurns(policy, book)
         self._running: dict[int, Request] = {}
+        self._num_of_class = [0] * len(Priority)
         self._left: list[int] = []
         self.num_entered = 0
         self._is_short_of_pages = False
@@ -56,9 +66,19 @@ class Batch:
         left = [request.prefill_left for request in self._running.values()]
         return sum(1 for n in left if n), sum(left)
 
+    def waits(self, now: float) -> dict[str, int]:
+        """Queued requests, by what their tenant's next one waits for: "rows", "pages" or a setting."""
+        has_row, room = len(self._running) < self._max_rows, self._prefill_room()
+        found: Counter[str] = Counter()
+        for tenant in self._book.queued.values():
+            found[self._admission.why_waiting(tenant, room, now, has_row=has_row)] += len(tenant.queue)
+        return dict(found)
+
     def plan(self, step: Step, now: float) -> None:
         """Fill `step`; it stays empty where nothing can be computed before a launched step is read."""
         was_short, self._is_short_of_pages = self._is_short_of_pages, False
+        if not was_short:
+            self._make_way(step, now)
         for request in list(self._running.values()):
             if request.row is not None and request.can_decode:
                 self._plan_decode(step, request)
@@ -83,10 +103,10 @@ class Batch:
         """Take the request's row, pages and promise back. A launched step may still compute the row."""
         row = request.row
         assert row is not None
-        self._book[request.tenant].leave(request, self._space.bytes_of(request.worst_case))
-        self._book.touched.add(request.tenant)
+        self._book.leave(request)
         self._space.leave(request)
         del self._running[row.row_id]
+        self._num_of_class[request.level] -= 1
         if request.num_computed > row.num_reused:
             self._left.append(row.row_id)
         request.row = None
@@ -99,7 +119,8 @@ class Batch:
     def _plan_prefill(self, step: Step) -> None:
         """Chunks by turns. None of them may preempt: the row it would hit can be in the step already."""
         rows = [request for request in self._running.values() if request.prefill_left > 0]
-        while rows:
+        first, ahead = self._turns.split(rows)
+        while rows := first or ahead:
             request = self._turns.pick(rows)
             rows.remove(request)
             end = request.chunk_end(self._chunk)
@@ -123,19 +144,19 @@ class Batch:
                 return
 
     def _add_decode(self, step: Step, request: Request) -> None:
-        self._charge(self._book[request.tenant], step.add_decode(request))
+        self._charge(step, self._book[request.tenant], step.add_decode(request))
 
     def _add_chunk(self, step: Step, request: Request, end: int) -> None:
         tenant = self._book[request.tenant]
         num_tokens = end - request.num_computed
         prompt_tokens = step.add_chunk(request, end)
         tenant.prefilled(request, num_tokens)
-        self._charge(tenant, prompt_tokens)
+        self._charge(step, tenant, prompt_tokens)
 
-    def _charge(self, tenant: Tenant, prompt_tokens: int) -> None:
+    def _charge(self, step: Step, tenant: Tenant, prompt_tokens: int) -> None:
         if prompt_tokens:
             self._policy.charge(tenant, prompt_tokens, 0)
-            self._book.touched.add(tenant.name)
+            self._book.use(tenant, prompt_tokens, step.planned_at)
 
     def _has_room(self, request: Request, end: int) -> bool:
         fits = self._space.grow(request, end)
@@ -150,27 +171,56 @@ class Batch:
         while request.row is not None:
             if self._has_room(request, end):
                 return True
-            self._preempt(next(reversed(self._running.values())))
-            step.num_preempted += 1
+            self._preempt(step, next(reversed(self._running.values())), "pages")
         return False
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, step: Step, request: Request, reason: str) -> None:
         request.transition(RequestState.PREEMPTED)
         request.num_preemptions += 1
         self.remove(request)
-        self._book.enqueue(request, first=True)
+        self._book.enqueue(request, step.planned_at)
+        step.preempted.append(reason)
+
+    def _make_way(self, step: Step, now: float) -> None:
+        """Preempt for the next request in line where it finds no room; before any row is in the step."""
+        is_full = len(self._running) >= self._max_rows
+        if not self._book.queued or not self._running or not (is_full or self._admission.reserving):
+            return
+        worst = next(level for level in reversed(Priority) if self._num_of_class[level])
+        if not self._preemption.is_due(self._running.values(), step.step_id, worst):
+            return
+        request = self._admission.first(self._prefill_room(), now)
+        if request is None or self.pace.is_hopeless(request, now):
+            return
+        if not is_full and not self._admission.is_short_of_pages(request):
+            return
+        victims, reason = self._preemption.victims(request, self._running.values())
+        for victim in victims:
+            self._preempt(step, victim, reason)
+
+    def _prefill_room(self) -> int:
+        """Tokens of chunks that this step's budget holds beside those of rows in prefill."""
+        prefilling = (request for request in self._running.values() if request.prefill_left > 0)
+        taken = sum(request.chunk_end(self._chunk) - request.num_computed for request in prefilling)
+        return max(0, self.budget.tokens - taken)
 
     def _enter_waiting(self, step: Step, now: float) -> list[Request]:
-        """Give rows to queued requests as far as rows, pages, caps and the prefill budget go."""
+        """Give rows to queued requests as far as rows, pages, caps and the prefill budget go.
+
+        One that cannot meet its deadline any more is taken out of the queue instead.
+        """
         if not self._book.queued or len(self._running) >= self._max_rows:
             return []
         entered: list[Request] = []
-        prefilling = (request for request in self._running.values() if request.prefill_left > 0)
-        room = self.budget.tokens - sum(r.chunk_end(self._chunk) - r.num_computed for r in prefilling)
+        room = self._prefill_room()
         while self._book.queued and len(self._running) < self._max_rows:
-            request = self._admission.pick(self._book.queued.values(), max(0, room), self._chunk)
+            request = self._admission.pick(self._running.values(), max(0, room), now)
             if request is None:
                 break
+            if self.pace.is_hopeless(request, now):
+                self._book.dequeue(request)
+                step.hopeless.append(request)
+                continue
             self._enter(step, request, now)
             room -= request.chunk_end(self._chunk) - request.num_computed
             entered.append(request)
@@ -183,10 +233,13 @@ class Batch:
         request.row = self._space.enter(self.num_entered, request, self.budget.token_s)
         request.prefill_end = request.num_known - 1
         request.num_computed = request.row.num_reused
-        request.entered_at = now
+        self._book.enter(request, now)
+        request.entered_at, request.blocked_since = now, None
+        request.entered_step, request.entered_output = step.step_id, len(request.output)
         self._running[request.row.row_id] = request
-        tenant = self._book[request.tenant]
-        tenant.enter(request, self._space.bytes_of(request.worst_case))
+        self._num_of_class[request.level] += 1
         cached_tokens = step.add_reused(request)
         if cached_tokens:
+            tenant = self._book[request.tenant]
             self._policy.charge(tenant, 0, 0, cached_tokens)
+            self._book.use(tenant, cached_tokens, now)

@@ -9,7 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from mlxd.batching.errors import InvalidParamError, InvalidPromptError, MlxdError
-from mlxd.scheduler import client_verbs, daemon_verbs, tokens
+from mlxd.scheduler import client_verbs, daemon_verbs, simulate_verb, tokens
 from mlxd.scheduler import options as opt
 from mlxd.scheduler.client_verbs import Access
 from mlxd.scheduler.errors import ConfigError
@@ -103,6 +103,8 @@ def generate(
     seed: opt.Seed = None,
     stop: opt.Stop = None,
     logprobs: opt.Logprobs = None,
+    priority: opt.PriorityOption = "normal",
+    deadline_s: opt.DeadlineS = None,
     as_json: opt.AsJson = False,
     timeout_s: opt.TimeoutS = 30.0,
     wait_s: opt.WaitS = 0.0,
@@ -128,7 +130,8 @@ def generate(
         top_logprobs=logprobs,
     )
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-    inputs = [client_verbs.Input(text, chat=chat, system=system) for text in texts]
+    deadline_ms = None if deadline_s is None else round(1000 * deadline_s)
+    inputs = [client_verbs.Input(text, chat, system, priority, deadline_ms) for text in texts]
     if not client_verbs.generate(access, inputs, sampling, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
 
@@ -175,6 +178,21 @@ def status(
     """
     access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s, wait_s)
     client_verbs.status(access, watch=watch)
+
+
+@app.command()
+def simulate(
+    trace: opt.TracePath,
+    policy: opt.Policies = None,
+    plot: opt.PlotFile = None,
+) -> None:
+    """Replay TRACE on a simulated machine, without a model.
+
+    Runs the daemon's own scheduler under a fake clock and prints how each tenant was served.
+
+    Example: mlxd simulate examples/traces/two_tenants.yaml --policy fair --policy fcfs
+    """
+    simulate_verb.simulate(trace, policy or [], plot)
 
 
 @app.command()

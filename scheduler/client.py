@@ -10,6 +10,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.async_client import DEFAULT_TIMEOUT_S, AsyncClient
 from mlxd.scheduler.errors import ConnectionLostError
 from mlxd.scheduler.messages import StatusReply
+from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect
 
@@ -63,11 +64,19 @@ class Client:
         messages: Sequence[Mapping[str, str]] | None = None,
         token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
+        priority: PriorityName = "normal",
+        deadline_ms: int | None = None,
     ) -> Completion:
         """The whole answer to a text, a conversation or token ids."""
         return self._run(
             self._client.generate(
-                prompt, sampling, messages=messages, token_ids=token_ids, request_id=request_id
+                prompt,
+                sampling,
+                messages=messages,
+                token_ids=token_ids,
+                request_id=request_id,
+                priority=priority,
+                deadline_ms=deadline_ms,
             )
         )
 
@@ -79,10 +88,18 @@ class Client:
         messages: Sequence[Mapping[str, str]] | None = None,
         token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
+        priority: PriorityName = "normal",
+        deadline_ms: int | None = None,
     ) -> Generator[TextChunk, None, None]:
         """The answer piece by piece; closing the generator early cancels the request."""
         chunks = self._client.stream(
-            prompt, sampling, messages=messages, token_ids=token_ids, request_id=request_id
+            prompt,
+            sampling,
+            messages=messages,
+            token_ids=token_ids,
+            request_id=request_id,
+            priority=priority,
+            deadline_ms=deadline_ms,
         )
         # After a Ctrl-C the piece that was waited for is still on its way: closing has to wait for it.
         turn = asyncio.Lock()

@@ -18,6 +18,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import MlxdError, RejectedError
+from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.results import Completion
 from mlxd.scheduler.tables import show, status_tables
 
@@ -52,12 +53,15 @@ class Input:
     text: str
     chat: bool = False
     system: str | None = None
+    priority: PriorityName = "normal"
+    deadline_ms: int | None = None
 
     def arguments(self) -> dict[str, Any]:
         """As the clients' `generate` and `stream` take it."""
+        urgency = {"priority": self.priority, "deadline_ms": self.deadline_ms}
         if not self.chat and self.system is None:
-            return {"prompt": self.text}
-        return {"messages": [*_system(self.system), {"role": "user", "content": self.text}]}
+            return {"prompt": self.text, **urgency}
+        return {"messages": [*_system(self.system), {"role": "user", "content": self.text}], **urgency}
 
 
 def generate(access: Access, inputs: Sequence[Input], sampling: SamplingParams, *, as_json: bool) -> bool:

@@ -1,6 +1,6 @@
 """The deployment file: one struct a section, defaults here and nowhere else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +12,7 @@ from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
 from mlxd.scheduler.document import Document, Keys, parse_document, read_text
 from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.priority import PriorityName
 
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[
@@ -28,6 +29,7 @@ Sha256 = Annotated[
         extra={"allowed": "the quoted 64 hex digits that `mlxd token` prints", "secret": True},
     ),
 ]
+PolicyName = Literal["fcfs", "fair"]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Budget = Annotated[str | int | float, Meta(extra={"allowed": ALLOWED_BUDGETS})]
 Size = Annotated[str | int, Meta(extra={"allowed": ALLOWED_SIZES})]
@@ -63,9 +65,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `prefill_chunk`: tokens a chunk, "auto" measures at start which one fits `prefill_ms`.
     `overcommit`: above 1, reservations may exceed the pages there are; rows are then preempted, recomputed.
     `cached_weight`: what a prompt token found in the prefix cache costs, as a part of one that is computed.
+    `ageing_s`: a class that got no row for so long, while higher ones wait, gets a turn: in each tenant.
+    `slice_tokens`: tokens after which a row may make way for a tenant that is behind; None: never.
+    `max_preemptions`: of one request, for a class or a tenant; lack of pages may add more.
+    `backfill_s`: how long others may enter before a request that was next and waits for pages.
     """
 
-    policy: Literal["fcfs", "fair"] = "fair"
+    policy: PolicyName = "fair"
     max_rows: Annotated[int, Meta(ge=1, le=1024)] = 32
     max_waiting: Positive = 1024
     prefill_ms: Annotated[float, Meta(ge=1, le=60_000)] = 250.0
@@ -74,6 +80,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prompt_weight: Weight = 1.0
     output_weight: Weight = 2.0
     cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    ageing_s: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
+    slice_tokens: Positive | None = 256
+    max_preemptions: Annotated[int, Meta(ge=0, le=1000)] = 3
+    backfill_s: Seconds = 10.0
 
 
 class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,18 +123,31 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     warmup_s: Seconds = 20.0
 
 
-class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_share`: largest part of the KV budget its rows may reserve together.
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tenant's share and caps.
 
-    `operator`: its token may also drain the daemon and see every tenant's status.
+    `kv_share`: largest part of the KV budget its rows may reserve together.
+    `kv_reserve`: part of the KV budget that others leave to it.
+    `tokens_per_minute`: prompt and generated tokens; a request that goes beyond waits.
+    `max_prefilling`: its rows in prefill beyond those whose chunks a step holds anyway.
+    `max_priority`: highest class its requests may have; those that ask for more get it.
     """
 
     name: Name
-    token_sha256: Sha256
     weight: Weight = 1.0
     max_running: Positive = 32
     max_waiting: Positive = 256
     kv_share: Fraction = 1.0
+    kv_reserve: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    tokens_per_minute: Positive | None = None
+    max_prefilling: Annotated[int, Meta(ge=1, le=1024)] = 2
+    max_priority: PriorityName = "normal"
+
+
+class TenantConfig(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`operator`: its token may also drain the daemon and see every tenant's status."""
+
+    token_sha256: Sha256
     operator: bool = False
 
 
@@ -215,12 +238,25 @@ def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:
 
 
 def _tenant_problems(tenants: tuple[TenantConfig, ...]) -> Iterator[tuple[Keys, str]]:
-    names: dict[str, int] = {}
     hashes: dict[str, int] = {}
+    for index, tenant in enumerate(tenants):
+        first = hashes.setdefault(tenant.token_sha256, index)
+        if first != index:
+            yield ("tenants", index, "token_sha256"), f"is that of tenants[{first}]; tokens must differ"
+    yield from limit_problems(tenants)
+
+
+def limit_problems(tenants: Sequence[TenantLimits]) -> Iterator[tuple[Keys, str]]:
+    """What is wrong with a list of tenants beside each other."""
+    names: dict[str, int] = {}
+    kept = 0.0
     for index, tenant in enumerate(tenants):
         first = names.setdefault(tenant.name, index)
         if first != index:
             yield ("tenants", index, "name"), f"is {tenant.name!r}; tenants[{first}] has that name"
-        first = hashes.setdefault(tenant.token_sha256, index)
-        if first != index:
-            yield ("tenants", index, "token_sha256"), f"is that of tenants[{first}]; tokens must differ"
+        if tenant.kv_reserve > tenant.kv_share:
+            sentence = f"is {tenant.kv_reserve:g}; it must not be above its kv_share, {tenant.kv_share:g}"
+            yield ("tenants", index, "kv_reserve"), sentence
+        kept += tenant.kv_reserve
+        if kept > 1 + 1e-9:
+            yield ("tenants", index, "kv_reserve"), f"makes the reserves {kept:g} together; the limit is 1"

@@ -18,6 +18,7 @@ from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import InvalidParamError, MlxdError, RejectedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.intake import check_length, check_request, is_long, prompt_ids
+from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.session import Session
 
 RETRY_MS = 1_000
@@ -118,7 +119,7 @@ class Desk:
             ending = eos.union(sampling.stop_token_ids)
             text = tokenizer.stream(sampling.stop)
             request.answer = Answer(message.id, len(ids), text, ending, stream=message.stream)
-            self._engine.submit(Submission(request.key, ids, sampling, request.arrived_at))
+            self._engine.submit(_submission(request, ids, message))
         except MlxdError as error:
             self._close(request)
             self._refuse(request.session, request.key, error)
@@ -233,3 +234,15 @@ class Desk:
             request = self._open[key]
             if request.sent_at <= quiet_since:
                 self._reply(request, wire.KeepAlive(id=key.request_id, state=request.state))
+
+
+def _submission(request: _OpenRequest, prompt: tuple[int, ...], message: wire.Generate) -> Submission:
+    arrived_at, deadline_ms = request.arrived_at, message.deadline_ms
+    return Submission(
+        key=request.key,
+        prompt=prompt,
+        sampling=message.sampling,
+        arrived_at=arrived_at,
+        priority=Priority.of(message.priority),
+        deadline=None if deadline_ms is UNSET else arrived_at + deadline_ms / 1000,
+    )

@@ -7,6 +7,7 @@ import msgspec
 
 from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.priority import Priority
 
 
 class RequestKey(NamedTuple):
@@ -18,12 +19,14 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A checked request on its way to the scheduler. `arrived_at`: the engine's clock, seconds."""
+    """A checked request on its way to the scheduler. Times are of the engine's clock, in seconds."""
 
     key: RequestKey
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrived_at: float
+    priority: Priority = Priority.NORMAL
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,9 @@ class Finished:
     """The one terminal event of an accepted request.
 
     Attributes:
-        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "failed" or "draining".
-        error_code, error: set where outcome is "failed" or "draining".
+        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "expired", "hopeless", "failed"
+            or "draining".
+        error_code, error: set where outcome is one of the last four.
     """
 
     key: RequestKey

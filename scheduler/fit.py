@@ -19,8 +19,17 @@ def _most_positions(group: GroupPlan, plan: MemoryPlan) -> int:
 def check_shares(config: Config, plan: MemoryPlan) -> None:
     """Raises SettingError for a tenant that could never run a request, not even one of a page."""
     smallest = sum(group.spec.page_bytes for group in plan.groups)
+    kept = sum(tenant.kv_reserve for tenant in config.tenants)
+    promised = plan.kv_bytes * config.scheduler.overcommit
     for index, tenant in enumerate(config.tenants):
-        share = int(tenant.kv_share * plan.kv_bytes * config.scheduler.overcommit)
+        left = int((1 - kept + tenant.kv_reserve) * promised)
+        if left < smallest:
+            sentence = (
+                f"keep too much: the kv_reserve of others leaves {tenant.name!r} {left} KV bytes; "
+                f"the smallest request needs {smallest}"
+            )
+            raise SettingError(("tenants",), sentence)
+        share = int(tenant.kv_share * promised)
         if share < smallest:
             sentence = (
                 f"is {tenant.kv_share:g}, {share} of {plan.kv_bytes} KV bytes; the smallest request needs "

@@ -60,11 +60,11 @@ class Inbox:
                 self._changed.notify()
             return not self._is_closed
 
-    def take(self, *, wait: bool) -> list[Command]:
-        """All commands so far, in order; with `wait` at least one."""
+    def take(self, timeout_s: float | None) -> list[Command]:
+        """All commands so far, in order; if none, the first that comes in time. None: no limit."""
         with self._changed:
-            while wait and not self._commands:
-                self._changed.wait()
+            if timeout_s != 0:
+                self._changed.wait_for(lambda: self._commands, timeout_s)
             return self._take_all()
 
     def close(self) -> list[Command]:

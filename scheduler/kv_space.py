@@ -1,5 +1,7 @@
 """The KV memory rows live in: one pool a group, and the ledger over all."""
 
+from collections.abc import Sequence
+
 from mlxd.batching.plan import RestoredPage
 from mlxd.batching.row import Row
 from mlxd.caches.disk_tier import DiskTier
@@ -71,8 +73,24 @@ class KvSpace:
     def ever_fits(self, reservation: Reservation) -> bool:
         return self._ledger.ever_fits(reservation)
 
-    def can_enter(self, request: Request) -> bool:
-        if not self._ledger.fits(request.worst_case):
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Pages a group that may still be promised."""
+        return self._ledger.room
+
+    def promised_to(self, request: Request) -> tuple[int, ...]:
+        """Pages a group promised to a request with a row."""
+        assert request.row is not None
+        return self._ledger.promised(request.row.row_id).pages
+
+    def lacking(self, request: Request, kept: Sequence[int]) -> list[int]:
+        """Pages a group that a promise to `request` lacks, with `kept` ones to spare; below 0: beyond it."""
+        needs = zip(request.worst_case.pages, kept, self._ledger.room, strict=True)
+        return [n + spare - room for n, spare, room in needs]
+
+    def can_enter(self, request: Request, kept: Sequence[int] = ()) -> bool:
+        """Whether there is room for `request` now. `kept`: pages a group that are not for it."""
+        if not self._ledger.fits(request.worst_case, kept):
             return False
         if not self.is_overcommitted:
             return True

@@ -14,6 +14,8 @@ from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.snapshot import SnapshotMaker
 
 _STOPPED = "the daemon stopped"
+_LONGEST_WAIT_S = 1.0
+"""Between two snapshots while requests wait for time to pass."""
 _LAST_SAVES = 32
 """Times that pages are handed to the disk before the end: a second or two where it hangs."""
 
@@ -59,6 +61,7 @@ class EngineLoop:
         self._is_stopping = False
         self._last_step_at = 0.0
         self._busy_since = 0.0
+        self._wakes_at: float | None = None
 
     def run(self) -> None:
         """Until a Stop; then ends what is open and waits for the steps in flight: the runner may close."""
@@ -88,21 +91,36 @@ class EngineLoop:
                 self._events.append(Rejected(command.key, "draining", why, retryable=True))
 
     def _turn(self) -> None:
-        is_idle = not self._launched and self._scheduler.num_open == 0
-        commands = self._inbox.take(wait=is_idle and not self._rest())
+        commands = self._inbox.take(self._patience_s())
         for command in commands:
             self._obey(command)
         if self._is_stopping:
             return
         has_launched = self._launch()
-        if commands:
+        if commands or self._events:
             self._tell(self._state)
         if self._launched and (len(self._launched) > 1 or not has_launched):
             self._read_oldest()
             self._save_pages(is_idle=False)
             self._tell(self._state)
         elif not has_launched and self._scheduler.num_open:
+            self._wait_for_time()
+
+    def _patience_s(self) -> float | None:
+        """How long the next command may be waited for; None: until it comes."""
+        wakes_at, self._wakes_at = self._wakes_at, None
+        if wakes_at is not None:
+            return min(max(0.0, wakes_at - self._clock()), _LONGEST_WAIT_S)
+        is_idle = not self._launched and self._scheduler.num_open == 0
+        return None if is_idle and not self._rest() else 0.0
+
+    def _wait_for_time(self) -> None:
+        """Requests are open, and all are held back by a limit in time: that is no stall."""
+        self._busy_since = now = self._clock()
+        self._wakes_at = self._scheduler.wakes_at(now)
+        if self._wakes_at is None:
             raise AssertionError(f"{self._scheduler.num_open} requests are open and no step can be planned")
+        self._tell(self._state)
 
     @property
     def _state(self) -> str:
@@ -136,7 +154,7 @@ class EngineLoop:
     def _launch(self) -> bool:
         """Plan and start a step, if there is one; its planning is the time its new rows took to join."""
         begun, num_entered = self._clock(), self._scheduler.batch.num_entered
-        plan = self._scheduler.schedule(begun)
+        plan = self._scheduler.schedule(begun, self._events)
         if plan is None:
             return False
         has_joined = self._scheduler.batch.num_entered > num_entered

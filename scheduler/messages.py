@@ -7,7 +7,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.events import Usage
+from mlxd.scheduler.priority import PriorityName
 
 PROTOCOL_VERSION = 1
 MAX_ID_LENGTH = 128
@@ -15,6 +17,9 @@ MAX_ID_LENGTH = 128
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 EchoId = Annotated[str, Meta(max_length=MAX_ID_LENGTH)]
 """Optional on messages that name no request; the reply carries it back."""
+
+
+DeadlineMs = Annotated[int, Meta(ge=1, le=86_400_000)]
 
 
 class _FromClient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -38,6 +43,8 @@ class Generate(_FromClient, frozen=True, kw_only=True, tag="generate"):
     """A request. Exactly one of `prompt`, `messages` and `token_ids` is given.
 
     `stream`: text comes in chunks as it is made; otherwise all of it comes in `done`.
+    `priority`: its class; a tenant's highest one may be lower.
+    `deadline_ms`: from its arrival on; without its end by then it ends as expired.
     """
 
     id: RequestId
@@ -46,6 +53,8 @@ class Generate(_FromClient, frozen=True, kw_only=True, tag="generate"):
     token_ids: tuple[int, ...] | UnsetType = UNSET
     sampling: SamplingParams = SamplingParams()
     stream: bool = True
+    priority: PriorityName = "normal"
+    deadline_ms: DeadlineMs | UnsetType = UNSET
 
 
 class Cancel(_FromClient, frozen=True, kw_only=True, tag="cancel"):
@@ -202,7 +211,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     """The engine after its latest step. `tenants`: the asker alone, or all for an operator.
 
     `pages`: cache group -> pages held by rows, pages in all; `cached_pages`: those no row holds, kept for
-    later prompts. Times in seconds, sizes in bytes.
+    later prompts. `fairness`: None where the asker is no operator. Times in seconds, sizes in bytes.
     """
 
     id: str
@@ -220,6 +229,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     kv_capacity_bytes: int
     pages: dict[str, tuple[int, int]]
     cached_pages: dict[str, int]
+    fairness: FairnessStats | None
     graph_compiles: int
     graph_retraces: int
     graph_failures: int

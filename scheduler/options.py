@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.priority import PriorityName
 
 DEFAULT_ENDPOINT = "ipc:///tmp/mlxd.sock"
 
@@ -18,6 +19,31 @@ Prompts = Annotated[
     list[str], typer.Argument(metavar="PROMPT", help="A text; - reads standard input.", show_default=False)
 ]
 
+PriorityOption = Annotated[
+    PriorityName, typer.Option("--priority", metavar="CLASS", help="interactive, normal or batch.")
+]
+DeadlineS = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline", metavar="SECONDS", min=0.001, max=86_400, help="End by then.", show_default=False
+    ),
+]
+TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="The trace, YAML.", show_default=False)]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="fair or fcfs, in place of the trace's; repeat it to compare.",
+        show_default=False,
+    ),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot", metavar="FILE", help="Draw service over time: PNG, SVG or PDF.", show_default=False
+    ),
+]
 LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")]
 TokenFile = Annotated[
     Path | None,

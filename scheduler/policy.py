@@ -8,18 +8,26 @@ from mlxd.scheduler.tenants import Tenant
 
 
 class Policy(Protocol):
-    """Orders tenants that have a queue. Within a tenant the order is always that of arrival."""
+    """Orders tenants that have a queue and whose next requests are of one class."""
 
     def rank(self, tenant: Tenant) -> tuple[float, str]:
         """Smallest is next; unique among tenants."""
         ...
 
+    def counter(self, tenant: Tenant) -> float:
+        """Its service, as if all prompt tokens of its rows had been computed."""
+        ...
+
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
-        """`tenant` is about to queue its first request; `others` have a queue already."""
+        """`tenant` competes from now on, which it did not for a while; `others` do already."""
         ...
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         """Work was done for `tenant`: adds to its `service`. `cached_tokens`: found instead of computed."""
+        ...
+
+    def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:
+        """Whether `tenant` was served more than `other` by more than this work is worth."""
         ...
 
 
@@ -31,13 +39,17 @@ class _Metered:
         self._prompt_weight = prompt_weight
         self._output_weight = output_weight
         self._cached_weight = cached_weight
+        self._last_charged = 0.0
 
-    def _charged(
-        self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0
-    ) -> float:
+    def counter(self, tenant: Tenant) -> float:
+        return tenant.service + self._prompt_weight * tenant.prefill_left / tenant.weight
+
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         prompt = prompt_tokens + self._cached_weight * cached_tokens
-        cost = self._prompt_weight * prompt + self._output_weight * output_tokens
-        return tenant.service + cost / tenant.weight
+        cost = (self._prompt_weight * prompt + self._output_weight * output_tokens) / tenant.weight
+        tenant.service += cost
+        tenant.received += cost
+        self._last_charged = tenant.service
 
 
 class FcfsPolicy(_Metered):
@@ -49,8 +61,8 @@ class FcfsPolicy(_Metered):
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
         pass
 
-    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
-        tenant.service = self._charged(tenant, prompt_tokens, output_tokens, cached_tokens)
+    def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:
+        return False
 
 
 class FairPolicy(_Metered):
@@ -59,25 +71,21 @@ class FairPolicy(_Metered):
     A tenant is charged as its work is done, and nothing is given back. Prompt tokens of its rows that are
     still to be computed count for its rank, so that one step does not admit many requests on one low counter.
 
-    A queue that was empty earns no credit: on return its tenant starts at the smallest counter of those that
-    queue; where none does, at the counter that was charged last.
+    A queue that was empty, or held by a cap of its tenant, earns no credit: on return it starts at the
+    smallest counter of those that compete; where none does, at the counter that was charged last.
     Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588.
     """
 
-    def __init__(self, prompt_weight: float, output_weight: float, cached_weight: float) -> None:
-        super().__init__(prompt_weight, output_weight, cached_weight)
-        self._last_charged = 0.0
-
     def rank(self, tenant: Tenant) -> tuple[float, str]:
-        return (self._charged(tenant, tenant.prefill_left, 0), tenant.name)
+        return (self.counter(tenant), tenant.name)
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
-        floor = min((other.service for other in others), default=self._last_charged)
-        tenant.service = max(tenant.service, floor)
+        floor = min(map(self.counter, others), default=self._last_charged)
+        tenant.service += max(0.0, floor - self.counter(tenant))
 
-    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
-        service = self._charged(tenant, prompt_tokens, output_tokens, cached_tokens)
-        tenant.service = self._last_charged = service
+    def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:
+        work = self._prompt_weight * prompt_tokens + self._output_weight * output_tokens
+        return tenant.service > self.counter(other) + work / tenant.weight
 
 
 def make_policy(config: SchedulerConfig) -> Policy:

@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from operator import attrgetter
 
+from mlxd.scheduler.policy import Policy
 from mlxd.scheduler.request import Request
+from mlxd.scheduler.tenants import Tenant, TenantBook
 
 _DECAY = 0.8
 
@@ -38,18 +40,37 @@ class PrefillBudget:
 
 
 class PrefillTurns:
-    """Whose chunk is next: by turns the row with the least left, and the one that entered first.
+    """Whose chunk is next: by turns the row of the highest class with the least left, and the oldest one.
 
-    The first turn lets short prompts pass long ones; the second gives the oldest row at least every second
-    chunk, so that each row in time becomes the oldest and ends.
+    The first turn lets short prompts pass long ones, and urgent ones the others; the second gives the oldest
+    row at least every second chunk, so that each row in time becomes the oldest and ends. Rows of tenants
+    that are ahead of another one's, even if all of its prompts were done, come after the others: where
+    prompts take all the time there is, chunks are what tenants share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy, book: TenantBook) -> None:
+        self._policy = policy
+        self._book = book
         self._oldest_next = False
+
+    def split(self, rows: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+        """Rows that take their turns first, and those of tenants that are ahead; both in entering order."""
+        least: dict[int, Tenant] = {}
+        for row in rows:
+            tenant = self._book[row.tenant]
+            behind = least.setdefault(row.level, tenant)
+            if self._policy.counter(tenant) < self._policy.counter(behind):
+                least[row.level] = tenant
+        first: list[Request] = []
+        ahead: list[Request] = []
+        for row in rows:
+            is_ahead = self._policy.is_ahead(self._book[row.tenant], least[row.level], 0, 0)
+            (ahead if is_ahead else first).append(row)
+        return first, ahead
 
     def pick(self, rows: Sequence[Request]) -> Request:
         """`rows` in entering order, not empty. The turn passes on by `took`."""
-        return rows[0] if self._oldest_next else min(rows, key=attrgetter("prefill_left"))
+        return rows[0] if self._oldest_next else min(rows, key=attrgetter("level", "prefill_left"))
 
     def took(self) -> None:
         self._oldest_next = not self._oldest_next

@@ -56,6 +56,7 @@ def status_reply(
         kv_capacity_bytes=at.kv_capacity_bytes,
         pages=at.pages,
         cached_pages=at.cached_pages,
+        fairness=at.fairness if asker.operator else None,
         graph_compiles=at.graph_compiles,
         graph_retraces=at.graph_retraces,
         graph_failures=at.graph_failures,

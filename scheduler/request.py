@@ -9,6 +9,7 @@ from mlxd.caches.chain import PageChain
 from mlxd.caches.ledger import Reservation
 from mlxd.scheduler.errors import InvalidTransitionError
 from mlxd.scheduler.events import RequestKey, Usage
+from mlxd.scheduler.priority import Priority
 
 _MASK = 2**64 - 1
 
@@ -51,8 +52,10 @@ class Request:
         num_cached: prompt positions among them that came out of the prefix cache.
         chain: its tokens' pages as the prefix cache knows them; None until it enters or where there is none.
         stops: positions, in order, at which a chunk of its row ends besides the multiples of the chunk size.
-        num_overtaken: requests that were picked after it and entered before it.
-        entered_at: when it last entered the batch.
+        priority: its class. `level`: the one it is served in, which ageing raises.
+        deadline: when it ends as expired, on the engine's clock; None: never.
+        blocked_since: when it was first picked and found no pages.
+        entered_at, entered_step: when it last entered the batch. `entered_output`: tokens drawn before that.
     """
 
     number: int
@@ -73,9 +76,14 @@ class Request:
     num_cached: int = 0
     chain: PageChain | None = None
     stops: tuple[int, ...] = ()
-    num_overtaken: int = 0
     num_preemptions: int = 0
+    priority: Priority = Priority.NORMAL
+    level: int = Priority.NORMAL
+    deadline: float | None = None
+    blocked_since: float | None = None
     entered_at: float | None = None
+    entered_step: int = 0
+    entered_output: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -99,6 +107,31 @@ class Request:
         """Whether its next step may draw a token: its chunks are all scheduled, max_tokens are not drawn."""
         drawn = len(self.output) + self.num_inflight
         return self.num_computed >= self.prefill_end and drawn < self.sampling.max_tokens
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens since it last entered the batch, those in flight among them."""
+        return len(self.output) + self.num_inflight - self.entered_output
+
+    @property
+    def most_left(self) -> int:
+        """Tokens it may still draw."""
+        return self.sampling.max_tokens - len(self.output) - self.num_inflight
+
+    @property
+    def fewest_left(self) -> int:
+        """Tokens it draws at least before it ends."""
+        can_stop = self.stop_ids or self.sampling.stop
+        return min(1, self.most_left) if can_stop else self.most_left
+
+    @property
+    def quota(self) -> int:
+        """Tokens of its tenant's minute it may still use: the rest of its prompt, and all it may draw."""
+        return len(self.prompt) - self.num_charged + self.sampling.max_tokens - len(self.output)
+
+    def steps_left(self, chunk: int) -> int:
+        """Steps until it ended at the latest, if its chunks wait for no other's."""
+        return -(-self.prefill_left // chunk) + self.most_left
 
     @property
     def num_settled(self) -> int:

@@ -10,9 +10,12 @@ from mlxd.metrics.stats import RequestStats, StepStats
 from mlxd.scheduler.admission import Admission
 from mlxd.scheduler.batch import Batch
 from mlxd.scheduler.config import Config
+from mlxd.scheduler.deadlines import Deadlines
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.fairness import FairnessMeter
 from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.policy import make_policy
+from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.request import Request, RequestState, derive_seed
 from mlxd.scheduler.step import Step, Tally
 from mlxd.scheduler.tenants import TenantBook
@@ -25,7 +28,7 @@ class Scheduler:
     order. A token that was drawn for a request after its end is dropped.
 
     Attributes:
-        space, book, batch: KV memory, tenants and rows; others read them only.
+        space, book, batch, fairness: KV memory, tenants, rows, and how they are shared; others only read.
         is_draining: refuse what is submitted from now on.
     """
 
@@ -53,13 +56,24 @@ class Scheduler:
             secret=secret,
             disk=disk,
         )
-        self.book = TenantBook(config.tenants, info.memory.kv_bytes * config.scheduler.overcommit)
+        self.book = TenantBook(config.tenants, config.scheduler, self.space)
         self.is_draining = False
         self._policy = policy
-        self._admission = Admission(config.scheduler, self.space, policy)
-        self.batch = Batch(
-            config.scheduler, info, space=self.space, book=self.book, policy=policy, admission=self._admission
+        preemption = Preemption(config.scheduler, self.space, self.book, policy)
+        self._admission = Admission(
+            config.scheduler, info, space=self.space, book=self.book, policy=policy, preemption=preemption
         )
+        self._deadlines = Deadlines()
+        self.batch = Batch(
+            config.scheduler,
+            info,
+            space=self.space,
+            book=self.book,
+            policy=policy,
+            admission=self._admission,
+            preemption=preemption,
+        )
+        self.fairness = FairnessMeter(self.book, policy, self.batch.waits)
         self._eos = info.eos_token_ids
         self._seed = seed
         self._recorder = recorder or NullRecorder()
@@ -92,15 +106,17 @@ class Scheduler:
             return refusal
         tenant = self.book[key.tenant]
         if not tenant.queue:
-            self._policy.activate(tenant, self.book.queued.values())
+            self._policy.activate(tenant, self.book.peers(request))
         self._num_accepted += 1
         self._open[key] = request
-        self.book.enqueue(request)
+        self._deadlines.add(request)
+        self.book.enqueue(request, submission.arrived_at)
         self._recorder.accepted(key.tenant)
         return Accepted(key)
 
     def _make_request(self, submission: Submission) -> Request:
         sampling, number = submission.sampling, self._num_accepted
+        priority = max(submission.priority, self.book[submission.key.tenant].max_priority)
         eos: frozenset[int] = frozenset() if sampling.ignore_eos else self._eos
         return Request(
             number=number,
@@ -111,6 +127,9 @@ class Scheduler:
             stop_ids=eos.union(sampling.stop_token_ids),
             worst_case=self.space.worst_case(len(submission.prompt), sampling.max_tokens),
             arrived_at=submission.arrived_at,
+            priority=priority,
+            level=priority,
+            deadline=submission.deadline,
         )
 
     def _refuse(self, request: Request) -> Rejected | None:
@@ -141,18 +160,45 @@ class Scheduler:
             self._finish(request, outcome, now, error_code, error) for request in list(self._open.values())
         ]
 
-    def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None where nothing can be computed before a launched step is read, or at all."""
+    def schedule(self, now: float, events: list[Event]) -> StepPlan | None:
+        """The next step; None where nothing can be computed now.
+
+        Then a launched step has to be read first, or time has to pass, see `wakes_at`.
+
+        Args:
+            events: appended to: the ends of requests whose deadline passed or cannot be met any more.
+        """
+        for request in self._deadlines.passed(now):
+            message = f"the deadline passed after {now - request.arrived_at:.3f} s"
+            events.append(self._finish(request, "expired", now, "expired", message))
+            self.fairness.missed["expired"] += 1
+        self.book.age(now)
         step = self._next_step
         step.planned_at = now
         self.batch.plan(step, now)
+        while step.hopeless:
+            events.append(self._give_up(step.hopeless.pop(), now))
         if step.is_empty:
             return None
+        if step.preempted:
+            self.fairness.preemptions.update(step.preempted)
         self._next_step = Step(step.step_id + 1)
         self._launched.append(step)
         scrub = self.space.take_scrub()
         copies, restored = self.space.take_fills()
         return step.plan(scrub, self.batch.take_left(), restored, copies)
+
+    def wakes_at(self, now: float) -> float | None:
+        """When, with no step launched, time alone lets a step be planned or ends a request; None: never."""
+        times = [self._admission.ready_at(now), self._deadlines.next]
+        return min((time for time in times if time is not None), default=None)
+
+    def _give_up(self, request: Request, now: float) -> Finished:
+        assert request.deadline is not None
+        self.fairness.missed["hopeless"] += 1
+        needed_s, left_s = self.batch.pace.least_s(request), request.deadline - now
+        message = f"it takes {needed_s:.3f} s at least; its deadline is in {left_s:.3f} s"
+        return self._finish(request, "hopeless", now, "hopeless", message)
 
     def postprocess(self, plan: StepPlan, result: StepResult, now: float, events: list[Event]) -> StepStats:
         """Take a step's tokens and faults.
@@ -179,9 +225,11 @@ class Scheduler:
             if fault is not None and request.state is not RequestState.FINISHED:
                 events.append(self._fail(request, fault, now))
         for name, num_tokens in self._tally.generated.items():
-            self._policy.charge(self.book[name], 0, num_tokens)
-            self.book.touched.add(name)
+            tenant = self.book[name]
+            self._policy.charge(tenant, 0, num_tokens)
+            self.book.use(tenant, num_tokens, now)
         self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
+        self.batch.pace.observe(result.decode_s)
         tally, self._tally = self._tally, Tally()
         return tally.stats(step, result, now)
 
@@ -214,9 +262,10 @@ class Scheduler:
         if had_row:
             self.batch.remove(request)
         else:
-            self.book.dequeue(request)
+            self.book.drop(request)
         request.transition(RequestState.FINISHED)
         del self._open[request.key]
+        self._deadlines.discard(request)
         if had_row:
             self._admission.row_left(now, len(self._open))
             self._tally.left += 1

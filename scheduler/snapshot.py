@@ -37,6 +37,7 @@ class SnapshotMaker:
             cached_pages=scheduler.space.cached_pages,
             prefix_evictions=scheduler.space.num_evicted,
             disk=scheduler.space.disk_stats,
+            fairness=scheduler.fairness.stats(now),
             graph_compiles=counters.graph_compiles,
             graph_retraces=counters.graph_retraces,
             graph_failures=counters.graph_failures,

@@ -18,7 +18,9 @@ class Step:
         recomputed_tokens: positions that it computes again for rows that were preempted, by tenant.
         cached_tokens: prompt positions found in the prefix cache and not computed before, by tenant.
         prefix_query_tokens, prefix_hit_tokens: known tokens of rows that entered, and those found, by tenant.
-        num_joined, num_preempted: rows that entered, and that gave up their pages, while it was planned.
+        num_joined: rows that entered while it was planned.
+        preempted: why rows gave up their pages while it was planned, one each.
+        hopeless: requests that were next and could not meet their deadline any more; queued no longer.
     """
 
     step_id: int
@@ -34,7 +36,8 @@ class Step:
     prefix_query_tokens: Counter[str] = field(default_factory=Counter)
     prefix_hit_tokens: Counter[str] = field(default_factory=Counter)
     num_joined: int = 0
-    num_preempted: int = 0
+    preempted: list[str] = field(default_factory=list)
+    hopeless: list[Request] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -132,6 +135,6 @@ class Tally:
             joined=step.num_joined,
             left=self.left,
             token_gaps_s=tuple(self.gaps_s),
-            preemptions={"pages": step.num_preempted} if step.num_preempted else {},
+            preemptions=dict(Counter(step.preempted)) if step.preempted else {},
             compiled=result.compiled,
         )

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from rich import box
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxd.caches.sizing import MemoryPlan
+from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
 from mlxd.scheduler.messages import StatusReply
@@ -52,7 +53,7 @@ def _by_number(text: str) -> tuple[list[int], str]:
 
 def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> RenderableType:
     """The memory plan of a configuration, and its tenants."""
-    facts = _facts(
+    shown = facts(
         ("model", model),
         ("BLAS", blas),
         ("weights", show_bytes(plan.weights_bytes)),
@@ -64,7 +65,7 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
             f"{plan.chunk} tokens{' assumed' if config.scheduler.prefill_chunk == 'auto' else ''}",
         ),
     )
-    groups = _table(
+    groups = table(
         "Cache groups",
         ("group", "layers", "B/token", "page size", "pages", "pages/row", "capacity"),
         (
@@ -80,9 +81,12 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
             for group in plan.groups
         ),
     )
-    tenants = _table(
+    tenants = table(
         "Tenants",
-        ("tenant", "weight", "max running", "max waiting", "KV share", "operator"),
+        (
+            *("tenant", "weight", "max running", "max waiting", "KV share", "KV reserve", "tokens/min"),
+            *("highest class", "operator"),
+        ),
         (
             (
                 tenant.name,
@@ -90,12 +94,15 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
                 str(tenant.max_running),
                 str(tenant.max_waiting),
                 f"{tenant.kv_share * 100:.4g}%",
+                f"{tenant.kv_reserve * 100:.4g}%",
+                "any" if tenant.tokens_per_minute is None else str(tenant.tokens_per_minute),
+                tenant.max_priority,
                 "yes" if tenant.operator else "",
             )
             for tenant in config.tenants
         ),
     )
-    return Group(facts, groups, tenants)
+    return Group(shown, groups, tenants)
 
 
 def _context(plan: MemoryPlan) -> str:
@@ -127,7 +134,7 @@ def status_tables(
     """
     age = "none yet" if status.last_step_age_s is None else f"{status.last_step_age_s:.1f} s ago"
     pace = tokens_per_s(before, status) if before is not None else None
-    facts = _facts(
+    shown = facts(
         ("model", status.model),
         ("state", f"{status.state}: {status.error}" if status.error else status.state),
         ("up", f"{timedelta(seconds=round(status.uptime_s))}"),
@@ -146,6 +153,7 @@ def status_tables(
             (f"pages {name}", f"{held} of {total}, {status.cached_pages.get(name, 0)} cached")
             for name, (held, total) in status.pages.items()
         ),
+        *(() if status.fairness is None else _fairness(status.fairness)),
         ("memory", f"{show_bytes(status.memory_active_bytes)}, peak {show_bytes(status.memory_peak_bytes)}"),
         (
             "graphs",
@@ -155,7 +163,7 @@ def status_tables(
         ("steps by kind", f"{status.compiled_steps} compiled, {status.eager_steps} eager"),
         *((("buckets", summarise_buckets(status.buckets)), *status.notes.items()) if details else ()),
     )
-    tenants = _table(
+    tenants = table(
         "Tenants",
         ("tenant", "running", "waiting", "tokens", "KV reserved", "service"),
         (
@@ -170,19 +178,35 @@ def status_tables(
             for name, tenant in sorted(status.tenants.items())
         ),
     )
-    return Group(facts, tenants)
+    return Group(shown, tenants)
 
 
-def _facts(*pairs: tuple[str, str]) -> Text:
+def _fairness(fairness: FairnessStats) -> list[tuple[str, str]]:
+    return [
+        ("fairness", f"service gap {fairness.service_gap:.0f}, Jain index {fairness.jain_index:.3f}"),
+        ("waits", show_counts(fairness.waits)),
+        ("preempted", show_counts(fairness.preemptions)),
+        ("deadlines", show_counts(fairness.missed)),
+    ]
+
+
+def show_counts(counts: Mapping[str, int]) -> str:
+    """{"stop": 2, "failed": 0} -> "2 stop"."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count) or "none"
+
+
+def facts(*pairs: tuple[str, str]) -> Text:
+    """A name and a value a line."""
     width = max(len(name) for name, _ in pairs)
     return Text("\n".join(f"{name:<{width}}  {value}" for name, value in pairs))
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column(columns[0])
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Numbers on the right of every column but the first."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    made.add_column(columns[0])
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        made.add_column(column, justify="right")
     for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+        made.add_row(*map(Text, row))
+    return made

@@ -1,12 +1,17 @@
 """A tenant's queue and what its requests take of the machine."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlxd.metrics.stats import TenantGauges
-from mlxd.scheduler.config import TenantConfig
-from mlxd.scheduler.request import Request
+from mlxd.scheduler.ageing import Ageing
+from mlxd.scheduler.config import SchedulerConfig, TenantLimits
+from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.lane import TenantQueue
+from mlxd.scheduler.priority import Priority
+from mlxd.scheduler.quota import TokenBucket
+from mlxd.scheduler.request import Request, RequestState
+from mlxd.scheduler.reserves import Reserves
 
 
 @dataclass(slots=True, eq=False)
@@ -15,10 +20,15 @@ class Tenant:
 
     Attributes:
         max_kv_bytes: most bytes its rows may reserve together.
-        queue: requests outside the batch by arrival number, next one first; preempted ones lead.
+        max_prefilling: its rows in prefill beyond those whose chunks the step's budget holds.
+        max_priority: highest class its requests may have.
+        bucket: tokens it may use now; None: as many as it likes.
+        is_held: whether a cap of its own kept its next request waiting when rows were given out last.
+        queue: requests outside the batch.
         num_running, reserved_bytes: its rows, and what they reserve.
         num_prefilling, prefill_left: its rows that prefill, and the positions they still have to compute.
         service: weighted tokens it was served, divided by its weight; moved by the policy alone.
+        received: the same without what `service` was lifted by.
     """
 
     name: str
@@ -26,17 +36,37 @@ class Tenant:
     max_running: int
     max_waiting: int
     max_kv_bytes: int
-    queue: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    max_prefilling: int = 2
+    max_priority: Priority = Priority.INTERACTIVE
+    bucket: TokenBucket | None = None
+    queue: TenantQueue = field(default_factory=TenantQueue)
     num_running: int = 0
     reserved_bytes: int = 0
     num_prefilling: int = 0
     prefill_left: int = 0
+    is_held: bool = False
     service: float = 0.0
+    received: float = 0.0
+
+    @classmethod
+    def of(cls, config: TenantLimits, reservable_bytes: float) -> "Tenant":
+        per_minute = config.tokens_per_minute
+        return cls(
+            config.name,
+            config.weight,
+            config.max_running,
+            config.max_waiting,
+            int(config.kv_share * reservable_bytes),
+            config.max_prefilling,
+            Priority.of(config.max_priority),
+            None if per_minute is None else TokenBucket.full(per_minute),
+        )
 
     @property
     def head(self) -> Request:
         """Its next request; the queue is not empty."""
-        return next(iter(self.queue.values()))
+        assert self.queue.head is not None
+        return self.queue.head
 
     def enter(self, request: Request, reserved_bytes: int) -> None:
         """Its request got a row."""
@@ -56,6 +86,9 @@ class Tenant:
         self.reserved_bytes -= reserved_bytes
         self.prefill_left -= request.prefill_left
         self.num_prefilling -= request.prefill_left > 0
+        if self.bucket is not None:
+            to_come = request.num_inflight if request.state is RequestState.PREEMPTED else 0
+            self.bucket.release(request.quota - to_come)
 
     def gauges(self) -> TenantGauges:
         return TenantGauges(len(self.queue), self.num_running, self.reserved_bytes, self.service)
@@ -66,15 +99,18 @@ class TenantBook:
 
     Attributes:
         queued: tenants with a queue, by name, in the order in which they became so.
+        reserves: pages kept for tenants.
+        waiting: queued requests of each class, their own and not the one that ageing raised them to.
         touched: names of tenants whose live state changed; whoever publishes it empties it.
     """
 
-    def __init__(self, configs: Sequence[TenantConfig], reservable_bytes: float) -> None:
-        """`reservable_bytes`: what all rows may reserve together; shares are of it."""
-        self._tenants = {
-            c.name: Tenant(c.name, c.weight, c.max_running, c.max_waiting, int(c.kv_share * reservable_bytes))
-            for c in configs
-        }
+    def __init__(self, configs: Sequence[TenantLimits], scheduler: SchedulerConfig, space: KvSpace) -> None:
+        reservable_bytes = space.plan.kv_bytes * scheduler.overcommit
+        self._tenants = {c.name: Tenant.of(c, reservable_bytes) for c in configs}
+        self._space = space
+        self._ageing = Ageing(scheduler.ageing_s)
+        self.reserves = Reserves({c.name: c.kv_reserve for c in configs}, space.room)
+        self.waiting = [0] * len(Priority)
         self.queued: dict[str, Tenant] = {}
         self.touched = set(self._tenants)
 
@@ -84,17 +120,74 @@ class TenantBook:
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
 
-    def enqueue(self, request: Request, *, first: bool = False) -> None:
+    @property
+    def best_waiting(self) -> int:
+        """The highest class of a queued request; one below the lowest where none is queued."""
+        return next((level for level, count in enumerate(self.waiting) if count), len(Priority))
+
+    def peers(self, request: Request) -> list[Tenant]:
+        """Other tenants that compete with the request's: not held by a cap; of its class, if any is."""
+        free = [t for t in self.queued.values() if not t.is_held and t.name != request.tenant]
+        return [tenant for tenant in free if tenant.head.level == request.level] or free
+
+    def enqueue(self, request: Request, now: float) -> None:
         tenant = self._tenants[request.tenant]
-        tenant.queue[request.number] = request
-        if first:
-            tenant.queue.move_to_end(request.number, last=False)
+        if not tenant.queue.lanes[request.level]:
+            self._ageing.begin(tenant.name, request.level, now)
+        tenant.queue.add(request)
+        self.waiting[request.priority] += 1
         self.queued[tenant.name] = tenant
         self.touched.add(tenant.name)
 
     def dequeue(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
-        del tenant.queue[request.number]
+        tenant.queue.remove(request)
+        if not tenant.queue.lanes[request.level]:
+            self._ageing.end(tenant.name, request.level)
+        self.waiting[request.priority] -= 1
         if not tenant.queue:
             del self.queued[tenant.name]
+        self.touched.add(tenant.name)
+
+    def age(self, now: float) -> None:
+        """Raise the first requests of lanes that have waited too long for those of higher classes."""
+        for level in range(self.best_waiting + 1, len(Priority)):
+            for name in self._ageing.due(level, now):
+                self._ageing.begin(name, level, now)
+                request = self._tenants[name].queue.to_rise(level)
+                if request is not None:
+                    self.dequeue(request)
+                    request.level -= 1
+                    self.enqueue(request, now)
+
+    def drop(self, request: Request) -> None:
+        """A request without a row ended; tokens of the row it had may be in flight and will not count."""
+        tenant = self._tenants[request.tenant]
+        if request in tenant.queue:
+            self.dequeue(request)
+        if tenant.bucket is not None:
+            tenant.bucket.release(request.num_inflight)
+
+    def use(self, tenant: Tenant, num_tokens: int, now: float) -> None:
+        """Prompt or generated tokens were computed for a tenant, or found."""
+        if tenant.bucket is not None:
+            tenant.bucket.use(num_tokens, now)
+        self.touched.add(tenant.name)
+
+    def enter(self, request: Request, now: float) -> None:
+        """A dequeued request got a row."""
+        tenant = self._tenants[request.tenant]
+        tenant.enter(request, self._space.bytes_of(request.worst_case))
+        if tenant.queue.lanes[request.level]:
+            self._ageing.begin(tenant.name, request.level, now)
+        if tenant.bucket is not None:
+            tenant.bucket.hold(request.quota)
+        self.reserves.promise(tenant.name, request.worst_case)
+        self.touched.add(tenant.name)
+
+    def leave(self, request: Request) -> None:
+        """A request gives up its row."""
+        tenant = self._tenants[request.tenant]
+        tenant.leave(request, self._space.bytes_of(request.worst_case))
+        self.reserves.release(tenant.name, request.worst_case)
         self.touched.add(tenant.name)

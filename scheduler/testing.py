@@ -189,6 +189,7 @@ def fake_status(reply_id: str = "") -> wire.StatusReply:
         kv_capacity_bytes=0,
         pages={},
         cached_pages={},
+        fairness=None,
         graph_compiles=0,
         graph_retraces=0,
         graph_failures=0,

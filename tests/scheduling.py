@@ -106,7 +106,7 @@ class World:
     def turn(self) -> None:
         """Plan and launch a step, then read the one before it; with nothing to launch, the one in flight."""
         self.now += 1.0
-        plan = self.scheduler.schedule(self.now)
+        plan = self.scheduler.schedule(self.now, self.events)
         if plan is not None:
             self._launched.append(self.runner.launch(plan))
             decoded = [("decode", e.row.row_id, e.position) for e in plan.decode]
@@ -117,7 +117,8 @@ class World:
             self.tape.step(stats)
             self.scheduler.space.save(self.runner.export_pages, is_idle=False)
         else:
-            assert plan is not None or self.is_idle, "requests are open and nothing moves"
+            waits = self.is_idle or self.scheduler.wakes_at(self.now) is not None
+            assert plan is not None or waits, "requests are open and nothing moves"
         self.scheduler.space.check_integrity()
 
     def run(self, max_turns: int = 10_000) -> None:

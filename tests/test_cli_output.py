@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from mlxd.batching.fake_runner import fake_memory
+from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
@@ -77,6 +78,17 @@ def test_what_was_chosen_at_start_shows_in_details_alone() -> None:
     assert all("up             1:02:03" in text and "7 generated" in text for text in texts)
 
 
+def test_operators_see_how_tenants_are_served_beside_each_other() -> None:
+    fairness = FairnessStats(12.4, 0.98765, {"rows": 3, "kv_share": 0}, {"slice": 2, "pages": 1}, {})
+    status = look(1, 1)
+    assert "Jain" not in shown(status_tables(status))
+    lines = shown(status_tables(replace(status, fairness=fairness))).splitlines()
+    assert "fairness       service gap 12, Jain index 0.988" in lines
+    assert "waits          3 rows" in lines
+    assert "preempted      1 pages, 2 slice" in lines
+    assert "deadlines      none" in lines
+
+
 def test_small_shares_are_shown_and_nothing_is_padded_off_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -99,7 +111,7 @@ def test_the_plan_names_each_group_and_tenant_even_with_brackets_in_a_path() -> 
     assert ["model", "/models/[bold]x"] in lines
     assert ["full", "1", "64", "16", "8", "4", "8", "KiB"] in lines
     assert any(line[:1] == ["sliding:32"] for line in lines)
-    assert ["acme", "3", "32", "256", "100%", "yes"] in lines
+    assert ["acme", "3", "32", "256", "100%", "0%", "any", "normal", "yes"] in lines
 
 
 def test_progress_off_a_terminal_is_a_line_a_quarter() -> None:

@@ -71,6 +71,15 @@ def test_options_reach_the_daemon(daemon: Script) -> None:
     assert fake.requests[0].sampling == SamplingParams(**values, stop=("a", "b"), top_logprobs=2)  # type: ignore[arg-type]
 
 
+def test_a_class_and_a_deadline_reach_the_daemon(daemon: Script, capsys: Capture) -> None:
+    fake = daemon(["x", "y"])
+    assert cli.run(["generate", "--priority", "batch", "--deadline", "1.5", "p"]) == 0
+    assert cli.run(["generate", "p"]) == 0
+    assert [(r.priority, r.deadline_ms) for r in fake.requests] == [("batch", 1500), ("normal", UNSET)]
+    assert cli.run(["generate", "--priority", "urgent", "p"]) == 2
+    assert "'urgent' is not one of 'interactive', 'normal', 'batch'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "turns"),
     [

@@ -118,7 +118,7 @@ def serve_all(rig: Rig, scheduler: Scheduler) -> dict[str, int]:
     events: list[Event] = []
     unread: tuple[StepPlan, MlxStep] | None = None
     while scheduler.num_open or unread is not None:
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(0.0, [])
         launched = None if plan is None else (plan, rig.runner.launch(plan))
         if unread is not None:
             scheduler.postprocess(unread[0], unread[1].wait(), 0.0, events)

@@ -11,6 +11,9 @@ import yaml
 
 from mlxd.scheduler.cli import app
 from mlxd.scheduler.config import Config, TenantConfig
+from mlxd.scheduler.cost_model import CostModel
+from mlxd.scheduler.replay import Replay
+from mlxd.scheduler.trace import Load, Machine, Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,9 +78,9 @@ def test_configuration_snippets_are_valid() -> None:
         Config.parse(block, "docs/configuration.md")
 
 
-def documented_settings() -> dict[str, dict[str, str]]:
-    """Section -> setting -> default as written, from the tables of docs/configuration.md."""
-    sections = re.split(r"^## ", (ROOT / "docs/configuration.md").read_text(), flags=re.MULTILINE)[1:]
+def documented_settings(page: str) -> dict[str, dict[str, str]]:
+    """Section -> setting -> default as written, from the tables of a page."""
+    sections = re.split(r"^## ", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)[1:]
     return {
         section.split("\n", 1)[0]: dict(re.findall(r"^\| `(\w+)` \| (.*?) \| ", section, re.MULTILINE))
         for section in sections
@@ -85,7 +88,7 @@ def documented_settings() -> dict[str, dict[str, str]]:
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
-    documented = documented_settings()
+    documented = documented_settings("configuration.md")
     sections = {field.name: field.type for field in msgspec.structs.fields(Config) if field.name != "version"}
     for name, kind in (sections | {"tenants": TenantConfig}).items():
         fields = msgspec.structs.fields(kind)
@@ -96,3 +99,24 @@ def test_every_setting_is_documented_with_its_default() -> None:
                 assert written == "required"
             else:
                 assert yaml.safe_load(written.strip("`")) == field.default, f"{name}.{field.name}"
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"), [("load", Load), ("replay", Replay), ("machine", Machine), ("cost", CostModel)]
+)
+def test_every_setting_of_a_trace_is_documented_with_its_default(
+    section: str, kind: type[msgspec.Struct]
+) -> None:
+    documented = documented_settings("simulation.md")[section]
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    assert set(documented) == set(fields)
+    for name, field in fields.items():
+        written = yaml.safe_load(documented[name].strip("`"))
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        assert written == ("required" if field.required else default), name
+
+
+def test_the_trace_shown_is_valid(tmp_path: Path) -> None:
+    [block] = code_blocks(ROOT / "docs/simulation.md", "yaml")
+    (tmp_path / "trace.yaml").write_text(block)
+    assert Trace.load_file(tmp_path / "trace.yaml").arrivals(tmp_path)

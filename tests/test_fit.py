@@ -57,6 +57,13 @@ def test_a_share_holds_at_least_a_page(share: float, fits: bool) -> None:
         check_shares(config, plan(10))
 
 
+def test_reserves_that_leave_a_tenant_nothing_are_refused() -> None:
+    config = make_config(make_tenant("acme"), make_tenant("greedy", kv_reserve=1.0))
+    with pytest.raises(SettingError, match="the kv_reserve of others leaves 'acme' 0 KV bytes; the smallest"):
+        check_shares(config, fake_memory(max_rows=2, max_model_len=64))
+    check_shares(make_config(make_tenant("greedy", kv_reserve=1.0)), fake_memory(max_rows=2))
+
+
 def test_an_engine_does_not_start_with_a_tenant_that_could_never_run() -> None:
     config = make_config(make_tenant("acme", kv_share=1e-6))
     memory = fake_memory(max_rows=2, max_model_len=64)

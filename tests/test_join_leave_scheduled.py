@@ -1,6 +1,7 @@
 """Scheduler and MLX runner together: arrivals, cancels and preemptions change no row's tokens."""
 
 import random
+from collections import Counter
 
 import pytest
 from tiny_models import CHUNK, Rig, edge_lengths, make_rig, oracle, prompt_of
@@ -10,6 +11,7 @@ from mlxd.batching.runner import PendingStep
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.config import Config, SchedulerConfig, TenantConfig
 from mlxd.scheduler.events import Accepted, Event, Finished, RequestKey, Submission, Tokens
+from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.scheduler import Scheduler
 
 MOST_TOKENS = 24
@@ -27,7 +29,7 @@ class World:
         self.scheduler = Scheduler(settings, rig.runner.info)
         self.tokens: dict[RequestKey, list[int]] = {}
         self.outcomes: dict[RequestKey, str] = {}
-        self.preemptions = 0
+        self.preemptions: Counter[str] = Counter()
         self._runner = rig.runner
         self._unread: tuple[StepPlan, PendingStep] | None = None
         self._now = 0.0
@@ -46,13 +48,13 @@ class World:
     def turn(self) -> None:
         """Launch what there is, then read the step launched in the turn before."""
         self._now += 0.01
-        plan = self.scheduler.schedule(self._now)
+        plan = self.scheduler.schedule(self._now, [])
         launched = None if plan is None else (plan, self._runner.launch(plan))
         unread, self._unread = self._unread, launched
         if unread is not None:
             events: list[Event] = []
             stats = self.scheduler.postprocess(unread[0], unread[1].wait(), self._now, events)
-            self.preemptions += sum(stats.preemptions.values())
+            self.preemptions.update(stats.preemptions)
             self._hear(events)
         self.scheduler.space.check_integrity()
 
@@ -106,7 +108,7 @@ def test_random_arrivals_and_cancels_draw_what_rows_draw_alone(
 ) -> None:
     rig = make_rig(family, attention, max_rows=6, max_model_len=64)
     world = run_random_traffic(rig, config(max_rows=6), seed)
-    assert world.preemptions == 0
+    assert not world.preemptions
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -116,4 +118,40 @@ def test_preempted_rows_draw_what_undisturbed_rows_draw(seed: int) -> None:
 
     world = run_random_traffic(rig, config(max_rows=6, overcommit=4.0), seed)
 
-    assert world.preemptions > 0
+    assert world.preemptions["pages"] > 0
+
+
+def draw_beside(rig: Rig, priority: Priority | None) -> tuple[World, list[list[int]]]:
+    """Two sampled requests of one tenant; another tenant's come later, unless `priority` is None."""
+    tenants = tuple(
+        TenantConfig(name=name, token_sha256=name * 64, max_priority="interactive") for name in "ab"
+    )
+    scheduler = SchedulerConfig(max_rows=2, slice_tokens=4, max_preemptions=2)
+    world = World(rig, Config(version=1, tenants=tenants, scheduler=scheduler))
+    keys = [RequestKey("a", str(seed)) for seed in range(2)]
+    for seed, key in enumerate(keys):
+        sampling = SamplingParams(temperature=1.0, max_tokens=40, seed=seed)
+        world.tokens[key] = []
+        world.scheduler.submit(Submission(key, prompt_of(20 + seed), sampling, 0.0))
+    for _ in range(8):
+        world.turn()
+    for number in range(0 if priority is None else 4):
+        key = RequestKey("b", str(number))
+        world.tokens[key] = []
+        sampling = SamplingParams(temperature=1.0, max_tokens=12)
+        world.scheduler.submit(Submission(key, prompt_of(9), sampling, 0.0, priority))
+    world.finish()
+    return world, [world.tokens[key] for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("priority", "reason"), [(Priority.INTERACTIVE, "priority"), (Priority.NORMAL, "slice")]
+)
+def test_rows_that_made_way_draw_what_they_draw_undisturbed(priority: Priority, reason: str) -> None:
+    rig = make_rig("llama", max_rows=2, max_model_len=64)
+    _, undisturbed = draw_beside(rig, None)
+    rig = make_rig("llama", max_rows=2, max_model_len=64)
+    world, disturbed = draw_beside(rig, priority)
+    assert world.preemptions[reason] > 0
+    assert [len(tokens) for tokens in undisturbed] == [40, 40]
+    assert disturbed == undisturbed

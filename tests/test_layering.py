@@ -67,7 +67,11 @@ OWNERS = {
         "scheduler.server",
     },
 }
-PURE = ("admission", "batch", "kv_space", "policy", "prefill", "request", "scheduler", "step", "tenants")
+PURE = (
+    *("admission", "ageing", "backfill", "batch", "deadlines", "fairness", "kv_space", "lane", "pace"),
+    *("policy", "preemption", "prefill", "priority", "quota", "request", "reserves", "scheduler", "step"),
+    *("cost_model", "simulation", "tenants"),
+)
 """Scheduler modules that are told the time and do no input or output."""
 
 EFFECTS = {

@@ -136,3 +136,39 @@ def test_fair_needs_hardly_more_steps_than_fcfs() -> None:
         world.run()
         turns[policy] = world.now
     assert turns["fair"] <= 1.05 * turns["fcfs"]
+
+
+def test_a_tenant_held_by_its_cap_earns_no_credit_and_gives_none_to_who_comes_later() -> None:
+    names = ("a", "b", "late")
+    tenants = [make_tenant(name, max_waiting=300) for name in names]
+    capped = make_tenant("capped", max_waiting=300, tokens_per_minute=30)
+    world = World(make_config(*tenants, capped, max_rows=2))
+    backlog(world, {"a": 150, "b": 150, "capped": 30})
+    for _ in range(150):
+        world.turn()
+    book = world.scheduler.book
+    assert book["capped"].received < 0.5 * book["a"].received
+    while not book["capped"].is_held:
+        world.turn()
+    backlog(world, {"late": 1})
+    one_request = 2 * (9 + 2 * 8)
+    assert book["late"].service >= min(book["a"].service, book["b"].service)
+    while book["capped"].is_held:
+        world.turn()
+    assert book["capped"].service >= min(book["a"].service, book["b"].service) - one_request
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_where_prompts_take_all_the_time_chunks_go_to_who_is_behind(policy: str) -> None:
+    """Long prompts, one token each: rows alone would share nothing, as both tenants always have some."""
+    tenants = make_tenant("a", weight=8.0, max_waiting=300), make_tenant("b", max_waiting=300)
+    memory = fake_memory(max_rows=4, max_model_len=256, chunk=16)
+    world = World(make_config(*tenants, policy=policy, max_rows=4, prefill_ms=1), FakeRunner(memory))
+    for name in "ab":
+        for number in range(100):
+            world.submit(submission(str(number), (number,) * 200, tenant=name, max_tokens=1))
+    for _ in range(600):
+        world.turn()
+    a, b = world.scheduler.book
+    share = a.received * a.weight / (a.received * a.weight + b.received * b.weight)
+    assert (share == pytest.approx(8 / 9, abs=0.05)) == (policy == "fair")

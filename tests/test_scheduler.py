@@ -404,3 +404,27 @@ def test_seeds_are_the_clients_or_follow_from_the_engines_seed_and_the_arrival()
         )
         seeds[engine_seed] = set(found.values())
     assert seeds[1] & seeds[2] == {2**64 - 1}
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("turns_before", range(4))
+def test_the_shortest_prompt_has_its_first_token_after_twice_its_chunks_and_one_step(
+    chunks: int, turns_before: int
+) -> None:
+    """Whatever is computed before it: three long prompts of other tenants, a chunk a step."""
+    tenants = [make_tenant(name) for name in "abcs"]
+    runner = PlanTape(max_rows=8)
+    world = World(make_config(*tenants, max_rows=8), runner)
+    for name in "abc":
+        world.submit(submission(name, (1,) * 240, tenant=name, max_tokens=1))
+    for _ in range(1 + turns_before):
+        world.turn()
+    world.submit(submission("short", (2,) * (chunks * CHUNK + 1), tenant="s", max_tokens=1))
+    before = len(runner.plans)
+    world.run()
+    drawn = next(
+        index
+        for index, plan in enumerate(runner.plans[before:])
+        if any(entry.row.prompt[0] == 2 for entry in plan.decode)
+    )
+    assert drawn + 1 <= 2 * chunks + 1

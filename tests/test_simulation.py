@@ -13,11 +13,12 @@ from mlxd.batching.fake_runner import FakeRunner, fake_completion, fake_memory
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.events import Accepted, Finished, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.priority import Priority
 
 TENANTS = (
-    make_tenant("acme", weight=3.0, max_running=4, max_waiting=6),
-    make_tenant("beta", weight=1.0, kv_share=0.6, max_waiting=6),
-    make_tenant("corp", weight=0.5, max_running=1, max_waiting=6),
+    make_tenant("acme", weight=3.0, max_running=4, max_waiting=6, max_priority="interactive"),
+    make_tenant("beta", weight=1.0, kv_share=0.6, max_waiting=6, tokens_per_minute=600),
+    make_tenant("corp", weight=0.5, max_running=1, max_waiting=6, max_priority="interactive"),
 )
 
 
@@ -30,6 +31,7 @@ class Arrival:
     seed: int
     stop_token: int | None
     cancel_after: int | None
+    priority: Priority = Priority.NORMAL
 
 
 arrivals = st.lists(
@@ -42,6 +44,7 @@ arrivals = st.lists(
         seed=st.integers(0, 3),
         stop_token=st.none() | st.integers(0, 9),
         cancel_after=st.none() | st.integers(0, 30),
+        priority=st.sampled_from(Priority),
     ),
     min_size=1,
     max_size=16,
@@ -58,9 +61,17 @@ def prompt_of(arrival: Arrival, index: int) -> tuple[int, ...]:
     return tuple((index * 31 + p * 7) % 10 for p in range(arrival.num_prompt))
 
 
-def simulate(trace: list[Arrival], memory: MemoryPlan, *, policy: str, overcommit: float) -> World:
+def simulate(
+    trace: list[Arrival],
+    memory: MemoryPlan,
+    *,
+    policy: str,
+    overcommit: float,
+    slice_tokens: int | None = 4,
+) -> World:
     """Submit and cancel by the trace, then run until idle."""
-    config = make_config(*TENANTS, policy=policy, overcommit=overcommit, max_rows=5)
+    settings = {"policy": policy, "overcommit": overcommit, "slice_tokens": slice_tokens, "ageing_s": 20}
+    config = make_config(*TENANTS, max_rows=5, **settings)
     runner = FakeRunner(memory, vocab_size=10, prefill_s_per_token=0.01)
     world = World(config, runner)
     ordered = sorted(enumerate(trace), key=lambda item: item[1].turn)
@@ -71,7 +82,7 @@ def simulate(trace: list[Arrival], memory: MemoryPlan, *, policy: str, overcommi
                 stops = () if a.stop_token is None else (a.stop_token,)
                 sampling = SamplingParams(max_tokens=a.max_tokens, seed=a.seed, stop_token_ids=stops)
                 key = RequestKey(a.tenant, str(index))
-                world.submit(Submission(key, prompt_of(a, index), sampling, world.now))
+                world.submit(Submission(key, prompt_of(a, index), sampling, world.now, a.priority))
         for at, index in ends:
             if at == turn:
                 world.cancel(RequestKey(trace[index].tenant, str(index)))
@@ -126,10 +137,11 @@ def test_any_trace_ends_each_request_once_with_the_tokens_of_a_solo_run(
     world = simulate(trace, small_memory(num_pages, window), policy=policy, overcommit=overcommit)
     check_outcomes(world, trace)
     assert all(t.num_running == t.reserved_bytes == t.prefill_left == 0 for t in world.scheduler.book)
+    assert all(t.bucket is None or t.bucket.held == 0 for t in world.scheduler.book)
     assert all(t.num_prefilling == 0 and not t.queue for t in world.scheduler.book)
     assert Counter(r.tenant for r in world.tape.requests) == Counter(world.tape.accepts)
     if overcommit == 1.0:
-        assert not any(step.preemptions or step.recomputed_tokens for step in world.tape.steps)
+        assert not any("pages" in step.preemptions for step in world.tape.steps)
     check_steps(world)
 
 
@@ -158,6 +170,7 @@ def crowd(seed: int) -> list[Arrival]:
             seed=random.randrange(4),
             stop_token=random.choice([None, None, random.randrange(10)]),
             cancel_after=random.choice([None, None, random.randrange(40)]),
+            priority=random.choice(list(Priority)),
         )
         for _ in range(random.randrange(20, 50))
     ]
@@ -186,7 +199,7 @@ def test_overcommitted_rows_all_end_and_each_preemption_pays(num_requests: int) 
     """All of them need nearly the whole pool: the worst case for ping-pong."""
     trace = [Arrival(0, "acme", 30, 40, seed, None, None) for seed in range(min(num_requests, 6))]
     trace += [Arrival(0, "beta", 5, 40, seed, None, None) for seed in range(num_requests - len(trace))]
-    world = simulate(trace, small_memory(10), policy="fair", overcommit=16.0)
+    world = simulate(trace, small_memory(10), policy="fair", overcommit=16.0, slice_tokens=None)
     check_outcomes(world, trace)
     check_steps(world)
     preemptions = sum(n for step in world.tape.steps for n in step.preemptions.values())

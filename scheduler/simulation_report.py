@@ -1,0 +1,80 @@
+"""What `mlxd simulate` prints and draws."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+
+from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.fairness import jain_index
+from mlxd.scheduler.simulation import Record, TenantRecord
+from mlxd.scheduler.tables import facts, show_counts, table
+
+
+def simulation_tables(record: Record) -> RenderableType:
+    """A simulation's facts, and a row a tenant."""
+    received = record.samples[-1][1]
+    shown = facts(
+        ("simulated", f"{record.end_s:.1f} s, {record.num_steps} steps"),
+        ("tokens", f"{sum(tenant.generated for tenant in record.tenants.values())} generated"),
+        ("Jain index", f"{jain_index(list(received.values())):.3f} over all of it"),
+        (
+            "service gap",
+            f"{record.largest_gap:.0f} at most between competing tenants; the bound is {record.bound:.0f}",
+        ),
+        ("preempted", show_counts(record.preemptions)),
+    )
+    columns = (
+        "tenant",
+        "service",
+        "ended",
+        "rejected",
+        "first token p50",
+        "p99",
+        "gap p50",
+        "p99",
+        "longest",
+    )
+    tenants = table(
+        "Tenants, times in seconds",
+        columns,
+        (_row(name, tenant, received[name]) for name, tenant in sorted(record.tenants.items())),
+    )
+    return Group(shown, tenants)
+
+
+def _row(name: str, tenant: TenantRecord, received: float) -> Sequence[str]:
+    firsts, gaps = sorted(tenant.first_tokens_s), sorted(tenant.gaps_s)
+    return (
+        name,
+        f"{received:.0f}",
+        show_counts(tenant.outcomes),
+        show_counts(tenant.rejected),
+        *(_seconds(firsts, share) for share in (0.5, 0.99)),
+        *(_seconds(gaps, share) for share in (0.5, 0.99, 1.0)),
+    )
+
+
+def _seconds(ordered: Sequence[float], share: float) -> str:
+    """The value that `share` of them do not exceed."""
+    return f"{ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]:.2f}" if ordered else "-"
+
+
+def plot_service(records: Mapping[str, Record], path: Path) -> None:
+    """Draw service over time, a line a tenant and a panel a policy. Raises ConfigError where it cannot."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'mlxd[plot]'") from None
+    figure = Figure(figsize=(7 * len(records), 4), layout="constrained")
+    panels = figure.subplots(1, len(records), sharey=True, squeeze=False)[0]
+    for panel, (policy, record) in zip(panels, records.items(), strict=True):
+        times = [at for at, _ in record.samples]
+        for name in record.tenants:
+            panel.plot(times, [received[name] for _, received in record.samples], label=name)
+        panel.set(title=policy, xlabel="seconds", ylabel="service (weighted tokens / weight)")
+        panel.legend(fontsize="small")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be written: {error}") from None
