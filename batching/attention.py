@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel, is_supported
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
 from mlxd.caches.delayed_step import DelayedStandIn
@@ -103,13 +104,57 @@ class InPlace:
         return out.astype(queries.dtype).reshape(batch, query_heads, 1, value_dim)
 
 
+class Kernel(InPlace):
+    """Reads pages where they lie, by one kernel of our own (CUDA) instead of some nine operations.
+
+    Layers whose heads it does not serve are read as `InPlace` reads them.
+
+    Attributes:
+        cases: what the kernel was asked for so far.
+    """
+
+    name = "kernel"
+
+    def __init__(self) -> None:
+        self.cases: set[KernelCase] = set()
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        view: PagedView,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        _, heads, size, key_dim = keys.shape
+        case = KernelCase(
+            kv_heads=heads,
+            group=queries.shape[1] // heads,
+            key_dim=key_dim,
+            value_dim=values.shape[-1],
+            dtype=keys.dtype,
+            page_size=size,
+            window=view.spec.window,
+            scale=float(scale),
+            sinks=None if sinks is None else sinks.dtype,
+        )
+        if not is_supported(case.key_dim, case.value_dim, case.dtype, case.page_size):
+            return super().attend(queries, keys, values, view, scale, sinks)
+        self.cases.add(case)
+        return attend_by_kernel(case, queries, keys, values, view, sinks)
+
+
 DecodeVariant = Gathered | InPlace
+
+_VARIANTS: dict[str, type[DecodeVariant]] = {
+    variant.name: variant for variant in (Gathered, Grouped, InPlace, Kernel)
+}
 
 
 def variant(name: str) -> DecodeVariant:
     """Raises KeyError for a name that is no variant."""
-    classes: dict[str, type[DecodeVariant]] = {"gathered": Gathered, "grouped": Grouped, "in_place": InPlace}
-    return classes[name]()
+    return _VARIANTS[name]()
 
 
 def model_modules(model: nn.Module) -> list[ModuleType]:

@@ -3,7 +3,7 @@
 import gc
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -11,9 +11,11 @@ from typing import Literal
 import mlx.core as mx
 from msgspec.structs import replace
 
-from mlxd.batching import tuning
+from mlxd.batching import kernel_check, tuning
+from mlxd.batching.attention import Kernel
+from mlxd.batching.attention_kernel import is_supported
 from mlxd.batching.blas import ensure_blas
-from mlxd.batching.errors import ModelError
+from mlxd.batching.errors import ModelError, SettingError
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
@@ -21,13 +23,16 @@ from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
 from mlxd.batching.tuning import TimeBox
+from mlxd.caches.kinds import Layer
+from mlxd.caches.paged import LayerShape
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
-_VARIANTS = ("in_place", "gathered")
-_PACKED_VARIANTS = ("in_place",)
+Attention = Literal["auto", "in_place", "gathered", "kernel"]
+
+_BUILT_IN = ("in_place", "gathered")
 _LAST_RESORT = ("grouped",)
 """Right for few models, so tried only where none of the others is."""
 
@@ -63,7 +68,7 @@ def load_runner(
     page_size: int | Literal["auto"],
     quantization: Quantization | None,
     compile: Literal["auto", "on", "off"],
-    attention: Literal["auto", "in_place", "gathered"],
+    attention: Attention,
     warmup_s: float,
     progress: Progress,
 ) -> MlxRunner:
@@ -83,6 +88,9 @@ def load_runner(
     blas = ensure_blas()
     if blas.warning:
         logger.warning("%s", blas.warning)
+    if attention == "kernel" and not mx.cuda.is_available():
+        sentence = f"is 'kernel', which needs MLX's CUDA device; this machine has its {device_name()} device"
+        raise SettingError(("decode", "attention"), sentence)
     folder = resolve(model_path, progress)
     with blaming_path(model_path):
         loaded = load_model(folder, progress, max_model_len, name=model_path)
@@ -125,10 +133,8 @@ def load_runner(
     )
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
-    variants = (
-        (attention,) if attention != "auto" else _VARIANTS if quantization is None else _PACKED_VARIANTS
-    )
-    right = _self_test(runner, loaded, memory, variants, quantization, progress)
+    trials = _trials(attention, layers, size, quantization)
+    right = _self_test(runner, loaded, memory, trials, quantization, progress)
     _tune(runner, memory, right, compile, TimeBox(left_s), progress)
     runner.step.compiled_steps = runner.step.eager_steps = 0  # these count service
     gc.collect()
@@ -137,11 +143,28 @@ def load_runner(
     return runner
 
 
+def _trials(
+    attention: Attention, layers: Sequence[Layer], page_size: int, quantization: Quantization | None
+) -> list[tuple[str, ...]]:
+    """Attention variants to try; those after the first only where none before them is right."""
+    if attention == "kernel":
+        return [("kernel",), _BUILT_IN, _LAST_RESORT]
+    if attention != "auto":
+        return [(attention,), _LAST_RESORT] if attention == "gathered" else [(attention,)]
+    if quantization is not None:
+        return [("in_place",)]
+    shapes = [layer.shape for layer in layers if isinstance(layer.shape, LayerShape)]
+    has_kernel = mx.cuda.is_available() and any(
+        is_supported(shape.key_dim, shape.value_dim, shape.dtype, page_size) for shape in shapes
+    )
+    return [(("kernel", *_BUILT_IN) if has_kernel else _BUILT_IN), _LAST_RESORT]
+
+
 def _self_test(
     runner: MlxRunner,
     loaded: LoadedModel,
     memory: MemoryPlan,
-    variants: tuple[str, ...],
+    trials: list[tuple[str, ...]],
     quantization: Quantization | None,
     progress: Progress,
 ) -> list[str]:
@@ -158,8 +181,8 @@ def _self_test(
         progress("self-test", 0.0)
         oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary))
     faults: list[str] = []
-    last_resort = _LAST_RESORT if "gathered" in variants else ()
-    for names, num_rows in ((variants, len(ragged)), (last_resort, len(ragged)), (variants, 1)):
+    alone = tuple(name for names in trials for name in names if name not in _LAST_RESORT)
+    for names, num_rows in (*((names, len(ragged)) for names in trials), (alone, 1)):
         if num_rows == 1:
             runner.describe(max_batch=1, batching=f"one row at a time: {'; '.join(faults)}")
             faults.clear()
@@ -172,6 +195,8 @@ def _self_test(
             fault = fault_in(
                 runner, memory, oracle[rows], ragged[rows], still_here, quantization=quantization
             )
+            if fault is None and isinstance(runner.attention, Kernel):
+                fault = kernel_check.fault_in(runner.attention.cases)
             if fault is None:
                 right.append(name)
             else:

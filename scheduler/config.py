@@ -102,7 +102,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`warmup_s`: most seconds spent at start on tracing graphs and timing variants."""
 
     compile: Literal["auto", "on", "off"] = "auto"
-    attention: Literal["auto", "in_place", "gathered"] = "auto"
+    attention: Literal["auto", "in_place", "gathered", "kernel"] = "auto"
     warmup_s: Seconds = 20.0
 
 
@@ -171,10 +171,10 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
             ("scheduler", "prefill_chunk"),
             f"is {chunk}; it must be a multiple of cache.page_size, {page}",
         )
-    if config.cache.quantization is not None and config.decode.attention == "gathered":
+    if config.cache.quantization is not None and config.decode.attention in ("gathered", "kernel"):
         yield (
             ("decode", "attention"),
-            "is 'gathered'; with cache.quantization pages are read in_place",
+            f"is {config.decode.attention!r}; with cache.quantization pages are read in_place",
         )
     yield from _tenant_problems(config.tenants)
 
