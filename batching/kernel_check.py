@@ -69,10 +69,9 @@ def random_pages(case: KernelCase, lengths: list[int], width: int) -> Pages:
 
 def relative_errors(out: mx.array, expected: mx.array) -> list[float]:
     """Norm of the difference over the norm of what is expected, a row; NaN where `out` has one."""
-    rows = out.shape[0]
-    difference = (out.astype(mx.float32) - expected.astype(mx.float32)).reshape(rows, -1)
-    norms = mx.linalg.norm(expected.astype(mx.float32).reshape(rows, -1), axis=1)
-    return cast(list[float], (mx.linalg.norm(difference, axis=1) / norms).tolist())
+    out, expected = (x.astype(mx.float32).reshape(out.shape[0], -1) for x in (out, expected))
+    errors = mx.linalg.norm(out - expected, axis=1) / mx.linalg.norm(expected, axis=1)
+    return cast(list[float], errors.tolist())
 
 
 def fault_in(cases: Iterable[KernelCase]) -> str | None:

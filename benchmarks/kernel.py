@@ -3,10 +3,10 @@
     python benchmarks/kernel.py --draws 8 --out kernel.jsonl
 
 Right: a table of cases, each over batches with random tables and lengths from 1 to 20,000, against float32.
-Cells that no row looks at hold NaN, and so do outputs before they are written. Fast: microseconds a layer, rows
-of one length, launched many at once; beside it `in_place`, `gathered` and the time that reading the keys and
-values alone takes, at the read rate measured in the same run. Prints JSON lines, and ends with an error where
-something is wrong.
+Cells that no row looks at hold NaN, and so do outputs before they are written. Fast: microseconds a layer,
+rows of one length, launched many at once; beside it `in_place`, `gathered` and the time that reading the keys
+and values alone takes, at the read rate measured in the same run. Prints JSON lines, and ends with an error
+where something is wrong.
 """
 
 import argparse
