@@ -34,6 +34,9 @@ class Gathered:
     def mask(self, view: PagedView) -> mx.array | None:
         return view.valid[:, None, None, :]
 
+    def writes(self, keys: mx.array, values: mx.array) -> bool:
+        return False
+
 
 class Grouped(Gathered):
     """Gathered, for models that compute scores [B, n_kv_heads, group, L, S] themselves (gemma2)."""
@@ -64,12 +67,15 @@ class InPlace:
     def mask(self, view: PagedView) -> mx.array | None:
         return None
 
+    def writes(self, keys: mx.array, values: mx.array) -> bool:
+        return False
+
     def attend(
         self,
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        view: PagedView,
+        stand_in: PagedStandIn,
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
@@ -77,11 +83,12 @@ class InPlace:
 
         Args:
             queries: [B, n_heads, 1, key_dim], rotated.
-            keys, values: the pools, [num_pages, n_kv_heads, page_size, dim], this step's position written.
+            keys, values: what `fetch` gave, the pools [num_pages, n_kv_heads, page_size, dim].
             sinks: [n_heads] extra logits that take weight and give no value, or None.
         Returns:
             [B, n_heads, 1, value_dim] in the queries' dtype.
         """
+        view = stand_in.view
         num_pages, heads, size, value_dim = values.shape
         batch, query_heads, _, key_dim = queries.shape
         group, width = query_heads // heads, view.width
@@ -105,9 +112,11 @@ class InPlace:
 
 
 class Kernel(InPlace):
-    """Reads pages where they lie, by one kernel of our own (CUDA) instead of some nine operations.
+    """Writes the new position and reads pages where they lie, by one CUDA kernel of our own.
 
-    Layers whose heads it does not serve are read as `InPlace` reads them.
+    The pools stay the arrays they are: the kernel writes into its inputs. MLX holds what a step reads until
+    the step has run, so a pool that is replaced while the step before it still runs is copied whole. Layers
+    whose heads the kernel does not serve are written and read as by `InPlace`.
 
     Attributes:
         cases: what the kernel was asked for so far.
@@ -118,31 +127,37 @@ class Kernel(InPlace):
     def __init__(self) -> None:
         self.cases: set[KernelCase] = set()
 
+    def writes(self, keys: mx.array, values: mx.array) -> bool:
+        return is_supported(keys.shape[-1], values.shape[-1], keys.dtype, keys.shape[-2])
+
     def attend(
         self,
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        view: PagedView,
+        stand_in: PagedStandIn,
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        _, heads, size, key_dim = keys.shape
+        """As `InPlace.attend`. Raises ValueError where a model changed what it fetched."""
+        if not self.writes(keys, values):
+            return super().attend(queries, keys, values, stand_in, scale, sinks)
+        fetched_keys, fetched_values = stand_in.keys_and_values()
+        if keys is not fetched_keys or values is not fetched_values or stand_in.new is None:
+            raise ValueError("the model changes its keys or values on their way to attention")
         case = KernelCase(
-            kv_heads=heads,
-            group=queries.shape[1] // heads,
-            key_dim=key_dim,
+            kv_heads=keys.shape[1],
+            group=queries.shape[1] // keys.shape[1],
+            key_dim=keys.shape[-1],
             value_dim=values.shape[-1],
             dtype=keys.dtype,
-            page_size=size,
-            window=view.spec.window,
+            page_size=keys.shape[2],
+            window=stand_in.view.spec.window,
             scale=float(scale),
             sinks=None if sinks is None else sinks.dtype,
         )
-        if not is_supported(case.key_dim, case.value_dim, case.dtype, case.page_size):
-            return super().attend(queries, keys, values, view, scale, sinks)
         self.cases.add(case)
-        return attend_by_kernel(case, queries, keys, values, view, sinks)
+        return attend_by_kernel(case, queries, stand_in.new, keys, values, stand_in.view, sinks)
 
 
 DecodeVariant = Gathered | InPlace
@@ -183,7 +198,7 @@ def _attend_mixed(
     """Attention of rows of both sorts: all rows read both pools, and each keeps what it read of its own."""
     dense = stand_in.dense
     return stand_in.choose(
-        InPlace().attend(queries, dense.keys, dense.values, dense.view, scale, sinks),
+        InPlace().attend(queries, dense.keys, dense.values, dense, scale, sinks),
         attend_packed_pages(stand_in.packed, queries, scale, sinks),
     )
 
@@ -209,7 +224,7 @@ class _Redirect:
         if isinstance(cache, PagedStandIn):
             chosen = cache.view.attention
             if isinstance(chosen, InPlace):
-                return chosen.attend(queries, keys, values, cache.view, scale, extra.get("sinks"))
+                return chosen.attend(queries, keys, values, cache, scale, extra.get("sinks"))
         if isinstance(cache, DelayedStandIn):
             return _attend_mixed(cache, queries, scale, extra.get("sinks"))
         if isinstance(cache, QuantizedStandIn):

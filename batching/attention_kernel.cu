@@ -1,13 +1,13 @@
-// Decode attention over pages: one query position a row; keys and values are read where they lie, once for all the
-// query heads that share them. Follows warp_products.cu.
+// Decode attention over pages: one position a row is written and attends; keys and values are read where they lie,
+// once for all the query heads that share them. Follows warp_products.cu.
 //
-// A block owns one row, one KV head with up to 8 * HEAD_TILES of its query heads, and one part of the row's columns;
-// its warps take tiles of 16 columns by turns. Weights are powers of two, of scores times log2(e), relative to the
-// largest score seen.
+// A block owns one row, one KV head with up to 8 of its query heads, and one part of the row's columns; its warps take
+// tiles of 16 columns by turns. Weights are powers of two, of scores times log2(e), relative to the largest one seen.
 
 namespace mlxd {
 
 constexpr int kTile = 16;
+constexpr int kHeads = 8;
 constexpr float kNothing = -1e30f;  // below any score; finite, so that differences are
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -25,9 +25,11 @@ struct Columns {
   }
 
   __device__ bool hold(int column) const { return column >= begin && column < end; }
+
+  __device__ bool hold_last() const { return first_tile < last_tile && last_tile * kTile >= end; }
 };
 
-// Sums of weighted values over the columns seen, of the 8 heads of a tile: N results of a product.
+// Sums of weighted values over the columns seen, of 8 heads: N results of a product.
 template <int N>
 struct Sums {
   static constexpr int kFloats = 4 + 4 * N;
@@ -130,38 +132,33 @@ struct Part {
   }
 };
 
-// One lane's words of the query heads, of a tile of columns, and what is made of them.
-template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int HEAD_TILES, int WARPS>
+// One lane's words of 8 query heads and of a tile of columns, and what is made of them.
+template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int WARPS>
 struct Lane {
   static constexpr int kPerWord = 4 / sizeof(T);
-  static constexpr int kKeyChunk = 16 * kPerWord;                               // what 4 lanes load, 4 words each
+  static constexpr int kKeyChunk = 16 * kPerWord;  // what 4 lanes load, 4 words each
   static constexpr int kWords = VALUE_DIM % (32 * kPerWord) == 0 ? 4 : 2;
-  static constexpr int kMine = kWords * kPerWord;                               // dimensions of one lane
-  static constexpr int kValueChunk = 8 * kMine;                                 // what 8 lanes load
+  static constexpr int kMine = kWords * kPerWord;  // dimensions of one lane
+  static constexpr int kValueChunk = 8 * kMine;    // what 8 lanes load
   static constexpr int kKeyChunks = KEY_DIM / kKeyChunk, kValueChunks = VALUE_DIM / kValueChunk;
-  static constexpr int kResults = VALUE_DIM / 16;
   static_assert(KEY_DIM % kKeyChunk == 0 && VALUE_DIM % kValueChunk == 0, "widths are multiples of 32");
 
   const int lane, warp, g, t;
-  uint32_t query[HEAD_TILES][kKeyChunks][4];
+  uint32_t query[kKeyChunks][4];
   uint32_t key[2][kKeyChunks][4];
   uint32_t value[kValueChunks][4][kWords];
-  Sums<kResults> sums[HEAD_TILES];
+  Sums<VALUE_DIM / 16> sums;
 
   __device__ Lane() : lane(threadIdx.x % kLanes), warp(threadIdx.x / kLanes), g(lane / 4), t(lane % 4) {
-#pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) sums[n].clear();
+    sums.clear();
   }
 
   // queries: of the group's first head.
   __device__ void load_queries(const T* queries, int first_head) {
+    const int head = first_head + g;
+    const T* from = queries + head * KEY_DIM + t * 4 * kPerWord;
 #pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) {
-      const int head = first_head + 8 * n + g;
-      const T* from = queries + head * KEY_DIM + t * 4 * kPerWord;
-#pragma unroll
-      for (int c = 0; c < kKeyChunks; c++) load(query[n][c], from + c * kKeyChunk, head < GROUP);
-    }
+    for (int c = 0; c < kKeyChunks; c++) load(query[c], from + c * kKeyChunk, head < GROUP);
   }
 
   // keys, values: of the tile's first column.
@@ -183,45 +180,35 @@ struct Lane {
   }
 
   __device__ void attend(int column, const Columns& columns, float scale, float cap) {
+    float scores[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) {
-      float scores[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < 2 * kKeyChunks; i++) {
-        const int c = i / 2, j = i % 2 * 2;
-        const uint32_t a[4] = {key[0][c][j], key[1][c][j], key[0][c][j + 1], key[1][c][j + 1]};
-        const uint32_t b[2] = {query[n][c][j], query[n][c][j + 1]};
-        mma(scores, a, b, T());
-      }
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        const float score = cap ? cap * tanhf(scores[r] * scale / cap) : scores[r] * scale;
-        scores[r] = columns.hold(column + g + 4 * (r & 2)) ? score * kLog2E : kNothing;
-      }
-      sums[n].weigh(scores);
-      uint32_t turned[4];
-      Weighing<T>::turn(scores, g, t, turned);
-#pragma unroll
-      for (int c = 0; c < kValueChunks; c++) Weighing<T>::add(sums[n].out, c * kMine / 2, value[c], turned);
+    for (int i = 0; i < 2 * kKeyChunks; i++) {
+      const int c = i / 2, j = i % 2 * 2;
+      const uint32_t a[4] = {key[0][c][j], key[1][c][j], key[0][c][j + 1], key[1][c][j + 1]};
+      const uint32_t b[2] = {query[c][j], query[c][j + 1]};
+      mma(scores, a, b, T());
     }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const float score = cap ? cap * tanhf(scores[r] * scale / cap) : scores[r] * scale;
+      scores[r] = columns.hold(column + g + 4 * (r & 2)) ? score * kLog2E : kNothing;
+    }
+    sums.weigh(scores);
+    uint32_t turned[4];
+    Weighing<T>::turn(scores, g, t, turned);
+#pragma unroll
+    for (int c = 0; c < kValueChunks; c++) Weighing<T>::add(sums.out, c * kMine / 2, value[c], turned);
   }
 
   // All warps' sums into those of the first.
   __device__ void join_warps() {
-    __shared__ float shared[WARPS / 2][HEAD_TILES][Sums<kResults>::kFloats * kLanes];
-#pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) sums[n].gather_totals();
+    __shared__ float shared[WARPS / 2][Sums<VALUE_DIM / 16>::kFloats * kLanes];
+    sums.gather_totals();
 #pragma unroll
     for (int half = WARPS / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int n = 0; n < HEAD_TILES; n++) {
-        if (warp >= half && warp < 2 * half) sums[n].store(&shared[warp - half][n][lane]);
-      }
+      if (warp >= half && warp < 2 * half) sums.store(&shared[warp - half][lane]);
       __syncthreads();
-#pragma unroll
-      for (int n = 0; n < HEAD_TILES; n++) {
-        if (warp < half) sums[n].add(&shared[warp][n][lane]);
-      }
+      if (warp < half) sums.add(&shared[warp][lane]);
       __syncthreads();
     }
   }
@@ -229,40 +216,58 @@ struct Lane {
   template <typename Result>
   __device__ void write(int row, int kv_head, int kv_heads, int first_head, const Result& result) const {
 #pragma unroll
-    for (int i = 0; i < 2 * HEAD_TILES * kValueChunks; i++) {
-      const int h = i % 2, n = i / 2 % HEAD_TILES, c = i / 2 / HEAD_TILES, head = first_head + 8 * n + 2 * t + h;
+    for (int i = 0; i < 2 * kValueChunks; i++) {
+      const int h = i % 2, c = i / 2, head = first_head + 2 * t + h;
       if (head >= GROUP) continue;
       float numbers[kMine];
 #pragma unroll
-      for (int d = 0; d < kMine; d++) numbers[d] = sums[n].out[c * kMine / 2 + d / 2][h + 2 * (d & 1)];
+      for (int d = 0; d < kMine; d++) numbers[d] = sums.out[c * kMine / 2 + d / 2][h + 2 * (d & 1)];
       result.write(row, kv_head * GROUP + head, kv_heads * GROUP, c * kValueChunk + g * kMine, VALUE_DIM,
-                   sums[n].top[h], sums[n].total[h], numbers);
+                   sums.top[h], sums.total[h], numbers);
     }
   }
 };
 
+template <int DIM, typename T>
+__device__ inline void copy(const T* from, T* to) {
+  for (int d = threadIdx.x; d < DIM; d += blockDim.x) to[d] = from[d];
+}
+
 // grid: (parts, KV heads * blocks of their query heads, rows), WARPS warps a block.
 //
-// queries: [rows, KV heads * GROUP, KEY_DIM].  keys, values: [pages, KV heads, PAGE, dim].
-// table: [rows, width], pages of a row in order.  last: [rows], column of the position that attends.
+// queries: [rows, KV heads * GROUP, KEY_DIM].  new_keys, new_values: [rows, KV heads, dim].
+// keys, values: [pages, KV heads, PAGE, dim]; every block that reads the new position's column writes it first.
+// table: [rows, width], pages of a row in order.  last: [rows], column of the new position.
 // scale: of scores.  cap: scores become cap * tanh(score / cap), where it is not 0.
-template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int HEAD_TILES, int WARPS, typename Result>
-__device__ void attend(const T* queries, const T* keys, const T* values, const int32_t* table, int width,
-                       const int32_t* last, int window, int shortest, float scale, float cap, Result result) {
+template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int WARPS, typename Result>
+__device__ void attend(const T* queries, const T* new_keys, const T* new_values, T* keys, T* values,
+                       const int32_t* table, int width, const int32_t* last, int window, int shortest, float scale,
+                       float cap, Result result) {
   static_assert(PAGE % kTile == 0, "a tile lies in one page");
-  constexpr int kBlocks = (GROUP + 8 * HEAD_TILES - 1) / (8 * HEAD_TILES);
+  constexpr int kBlocks = (GROUP + kHeads - 1) / kHeads;
   const int row = blockIdx.z, kv_heads = gridDim.y / kBlocks, kv_head = blockIdx.y / kBlocks;
-  const int first_head = blockIdx.y % kBlocks * 8 * HEAD_TILES;
+  const int first_head = blockIdx.y % kBlocks * kHeads;
   const Columns columns(last[row], window, shortest);
   const int32_t* pages = table + static_cast<size_t>(row) * width;
 
-  Lane<T, GROUP, KEY_DIM, VALUE_DIM, HEAD_TILES, WARPS> mine;
-  mine.load_queries(queries + (static_cast<size_t>(row) * kv_heads + kv_head) * GROUP * KEY_DIM, first_head);
+  const size_t head_at = static_cast<size_t>(row) * kv_heads + kv_head;
+  const auto cell = [&](int page, int column) {
+    return (static_cast<size_t>(page) * kv_heads + kv_head) * PAGE + column % PAGE;
+  };
+  if (columns.hold_last()) {
+    const size_t at = cell(pages[last[row] / PAGE], last[row]);
+    copy<KEY_DIM>(new_keys + head_at * KEY_DIM, keys + at * KEY_DIM);
+    copy<VALUE_DIM>(new_values + head_at * VALUE_DIM, values + at * VALUE_DIM);
+    __syncthreads();
+  }
+
+  Lane<T, GROUP, KEY_DIM, VALUE_DIM, WARPS> mine;
+  mine.load_queries(queries + head_at * GROUP * KEY_DIM, first_head);
   int tile = columns.first_tile + mine.warp;
   int page = tile < columns.last_tile ? pages[tile * kTile / PAGE] : 0;
   while (tile < columns.last_tile) {
     const int column = tile * kTile;
-    const size_t at = (static_cast<size_t>(page) * kv_heads + kv_head) * PAGE + column % PAGE;
+    const size_t at = cell(page, column);
     mine.load_tile(keys + at * KEY_DIM, values + at * VALUE_DIM, column, columns);
     tile += WARPS;
     if (tile < columns.last_tile) page = pages[tile * kTile / PAGE];

@@ -21,13 +21,13 @@ _WIDTH_STEP = 32
 _WIDEST = 256
 _TILE = 16
 """Columns that a warp takes at once, `kTile` of the source; pages are whole tiles."""
-_HEADS_OF_PRODUCT = 8
-_LANES = 32
-_WARPS = 4
-_ENOUGH_BLOCKS = 512
+_HEADS_OF_BLOCK = 8
+_WARPS = 8
+_THREADS = 32 * _WARPS
+_ENOUGH_BLOCKS = 256
 """Rows are divided until there are about so many blocks, which fill the largest GPU."""
-_LONGEST_PART = 2048
-_SHORTEST_PART = 256
+_LONGEST_PART = 4096
+_SHORTEST_PART = 512
 """Columns: a part is longer only where the table is too narrow to have one, shorter only as a row's last."""
 
 
@@ -55,14 +55,8 @@ class KernelCase:
     sinks: mx.Dtype | None = None
 
     @property
-    def head_tiles(self) -> int:
-        """Times 8 query heads that a block serves: two where that saves reading the pages twice."""
-        return 2 if self.group > _HEADS_OF_PRODUCT else 1
-
-    @property
     def blocks_of_row(self) -> int:
-        heads = self.head_tiles * _HEADS_OF_PRODUCT
-        return self.kv_heads * -(-self.group // heads)
+        return self.kv_heads * -(-self.group // _HEADS_OF_BLOCK)
 
 
 def is_supported(key_dim: int, value_dim: int, dtype: mx.Dtype, page_size: int) -> bool:
@@ -80,20 +74,31 @@ def num_parts(blocks: int, columns: int) -> int:
 def attend_by_kernel(
     case: KernelCase,
     queries: mx.array,
+    new: tuple[mx.array, mx.array],
     keys: mx.array,
     values: mx.array,
     view: PagedView,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention of one position a row; arguments and result as in `attention.InPlace.attend`."""
+    """Attention of one position a row, which is written first.
+
+    Args:
+        queries: [B, n_heads, 1, key_dim], rotated.
+        new: the position's keys and values, [B, n_kv_heads, 1, dim].
+        keys, values: the pools, [num_pages, n_kv_heads, page_size, dim]. Changed in place, unseen by MLX: who
+            reads them must come after the result, or in a later evaluation.
+        sinks: [n_heads] extra logits that take weight and give no value, or None.
+    Returns:
+        [B, n_heads, 1, value_dim] in the queries' dtype.
+    """
     rows, heads = queries.shape[:2]
     columns = view.width * case.page_size
     if case.window is not None:
         columns = min(columns, case.window)
     parts = num_parts(rows * case.blocks_of_row, columns)
-    threads = _LANES * _WARPS
-    grid = (parts * threads, case.blocks_of_row, rows), (threads, 1, 1)
-    inputs = [queries.astype(case.dtype), keys, values, view.table, view.column]
+    grid = (parts * _THREADS, case.blocks_of_row, rows), (_THREADS, 1, 1)
+    given = (x.astype(case.dtype) for x in (queries, *new))
+    inputs = [*given, keys, values, view.table, view.column]
     shape = (rows, heads, 1, case.value_dim)
     if parts == 1:
         (out,) = _launch("whole", case, inputs, sinks, grid, [shape])
@@ -134,7 +139,6 @@ def _template(case: KernelCase) -> list[tuple[str, Any]]:
         ("KEY_DIM", case.key_dim),
         ("VALUE_DIM", case.value_dim),
         ("PAGE", case.page_size),
-        ("HEAD_TILES", case.head_tiles),
         ("WARPS", _WARPS),
         ("WINDOW", case.window or 0),
         ("SHORTEST", _SHORTEST_PART // _TILE),
@@ -149,13 +153,13 @@ def _bits(number: float) -> int:
 
 
 _ATTEND = """
-  mlxd::attend<T, GROUP, KEY_DIM, VALUE_DIM, PAGE, HEAD_TILES, WARPS>(
-      queries, keys, values, table, table_shape[1], last, WINDOW, SHORTEST,
-      __int_as_float(SCALE), __int_as_float(CAP), {result});
+  mlxd::attend<T, GROUP, KEY_DIM, VALUE_DIM, PAGE, WARPS>(
+      queries, new_keys, new_values, const_cast<T*>(keys), const_cast<T*>(values), table, table_shape[1],
+      last, WINDOW, SHORTEST, __int_as_float(SCALE), __int_as_float(CAP), {result});
 """
 _JOIN = "  mlxd::join<VALUE_DIM>(sums, stats, sums_shape[2], {result});\n"
 _WHOLE = "mlxd::Whole<T, SINK, {with_sinks}>{{out, {sinks}}}"
-_READ = ("queries", "keys", "values", "table", "last")
+_READ = ("queries", "new_keys", "new_values", "keys", "values", "table", "last")
 _WRITTEN = ("sums", "stats")
 
 

@@ -9,62 +9,94 @@ import mlx.core as mx
 
 from mlxd.batching.attention import InPlace, Kernel
 from mlxd.batching.attention_kernel import KernelCase
-from mlxd.caches.paged_view import PagedView
+from mlxd.caches.paged import PagedStandIn
+from mlxd.caches.paged_view import PagedView, write_position
 from mlxd.caches.sizing import GroupSpec
 
 LIMITS = {mx.bfloat16: 2e-2, mx.float16: 5e-3, mx.float32: 5e-3}
 """Largest relative error of a row that is taken for rounding; built-in products round float32 to TF32."""
-_NARROW, _WIDE = 128, 2048
+_NARROW, _WIDE = 128, 4096
 """Columns of tables whose rows are read whole, and divided."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
-    """Rows over random pages in random order, all of their live cells filled.
+class RandomStep:
+    """One layer's attention of rows over random pages in random order.
 
     Attributes:
-        keys, values: [num_pages, kv_heads, page_size, dim], zeros where no row looks.
-        live: bool [num_pages, 1, page_size, 1].
+        queries: [B, n_heads, 1, key_dim].
+        new: keys and values of the new position, [B, kv_heads, 1, dim].
+        pools: keys and values, [num_pages, kv_heads, page_size, dim], NaN where no row looks, which is also
+            where the new position goes.
+        table, positions: int32 [B, T] and [B].
+        sinks: [n_heads], or None.
     """
 
+    case: KernelCase
     queries: mx.array
-    keys: mx.array
-    values: mx.array
-    live: mx.array
-    view: PagedView
+    new: tuple[mx.array, mx.array]
+    pools: tuple[mx.array, mx.array]
+    table: mx.array
+    positions: mx.array
     sinks: mx.array | None
 
-    def poisoned(self) -> tuple[mx.array, mx.array]:
-        """Keys and values, NaN where no row looks."""
-        return tuple(
-            mx.where(self.live, pool, math.nan).astype(pool.dtype) for pool in (self.keys, self.values)
+    def view(self, attention: InPlace) -> PagedView:
+        spec = GroupSpec("check", (0,), self.case.window, self.case.page_size, 0)
+        return PagedView(spec, self.table, mx.zeros_like(self.positions), self.positions, attention)
+
+    def run(self, attention: InPlace) -> mx.array:
+        """[B, n_heads, 1, value_dim], by a variant; it may write into `pools`."""
+        stand_in = PagedStandIn(*self.pools, self.view(attention))
+        keys, values = stand_in.update_and_fetch(*self.new)
+        return attention.attend(self.queries, keys, values, stand_in, self.case.scale, self.sinks)
+
+    def written(self) -> tuple[mx.array, mx.array]:
+        """New pools that hold the new position, too."""
+        rows = self.view(InPlace()).write_rows(self.case.kv_heads)
+        keys, values = (
+            write_position(pool, new, rows) for pool, new in zip(self.pools, self.new, strict=True)
+        )
+        return keys, values
+
+    def expected(self) -> mx.array:
+        """What built-in operations in float32 make of it."""
+        keys, values = (mx.nan_to_num(pool.astype(mx.float32)) for pool in self.written())
+        stand_in = PagedStandIn(keys, values, self.view(InPlace()))
+        return InPlace().attend(
+            self.queries.astype(mx.float32), keys, values, stand_in, self.case.scale, self.sinks
         )
 
 
-def random_pages(case: KernelCase, lengths: list[int], width: int) -> Pages:
-    """A row of each length in a table of `width` pages, drawn from MLX's random state."""
+def random_step(case: KernelCase, lengths: list[int], width: int) -> RandomStep:
+    """Rows of these lengths, the new position included, in a table of `width` pages; MLX's random state."""
     rows, size = len(lengths), case.page_size
-    table = 1 + mx.random.permutation(rows * width).reshape(rows, width).astype(mx.int32)
-    spec = GroupSpec("check", (0,), case.window, size, 0)
+    num_pages, heads = rows * width + 1, case.kv_heads * case.group
+    table = 1 + mx.random.permutation(num_pages - 1).reshape(rows, width).astype(mx.int32)
     positions = mx.array([length - 1 for length in lengths], mx.int32)
-    view = PagedView(spec, table, mx.zeros((rows,), mx.int32), positions, Kernel())
-    live = mx.zeros((rows * width + 1, size), mx.bool_)
-    live[table] = view.valid.reshape(rows, width, size)
-    live = live[:, None, :, None]
+    spec = GroupSpec("check", (0,), case.window, size, 0)
+    valid = PagedView(spec, table, mx.zeros_like(positions), positions, InPlace()).valid
+    known = valid & (mx.arange(width * size) < positions[:, None])
+    live = mx.zeros((num_pages, size), mx.bool_)
+    live[table] = known.reshape(rows, width, size)
 
     def pool(dim: int) -> mx.array:
-        numbers = mx.random.normal((rows * width + 1, case.kv_heads, size, dim))
-        return mx.where(live, numbers, 0.0).astype(case.dtype)
+        numbers = mx.random.normal((num_pages, case.kv_heads, size, dim))
+        return mx.where(live[:, None, :, None], numbers, math.nan).astype(case.dtype)
 
-    heads = case.kv_heads * case.group
-    return Pages(
+    def new(dim: int) -> mx.array:
+        return mx.random.normal((rows, case.kv_heads, 1, dim)).astype(case.dtype)
+
+    step = RandomStep(
+        case=case,
         queries=mx.random.normal((rows, heads, 1, case.key_dim)).astype(case.dtype),
-        keys=pool(case.key_dim),
-        values=pool(case.value_dim),
-        live=live,
-        view=view,
+        new=(new(case.key_dim), new(case.value_dim)),
+        pools=(pool(case.key_dim), pool(case.value_dim)),
+        table=table,
+        positions=positions,
         sinks=None if case.sinks is None else mx.random.normal((heads,)).astype(case.sinks),
     )
+    mx.eval(step.queries, step.new, step.pools, table, positions)
+    return step
 
 
 def relative_errors(out: mx.array, expected: mx.array) -> list[float]:
@@ -80,27 +112,23 @@ def fault_in(cases: Iterable[KernelCase]) -> str | None:
         for columns in (_NARROW, _WIDE):
             width = max(2, columns // case.page_size)
             lengths = [1, case.page_size + 1, width * case.page_size - 5]
-            fault = _fault(case, random_pages(case, lengths, width))
+            fault = _fault(random_step(case, lengths, width))
             if fault is not None:
                 return f"{fault} in {case}"
     return None
 
 
-def _fault(case: KernelCase, pages: Pages) -> str | None:
-    expected = InPlace().attend(
-        pages.queries.astype(mx.float32),
-        pages.keys.astype(mx.float32),
-        pages.values.astype(mx.float32),
-        pages.view,
-        case.scale,
-        pages.sinks,
-    )
+def _fault(step: RandomStep) -> str | None:
+    expected, written = step.expected(), step.written()
+    mx.eval(expected, written)
     try:
-        out = Kernel().attend(pages.queries, *pages.poisoned(), pages.view, case.scale, pages.sinks)
-        errors = relative_errors(out, expected)
+        errors = relative_errors(step.run(Kernel()), expected)
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    worst = max(range(len(errors)), key=lambda row: math.inf if math.isnan(errors[row]) else errors[row])
-    if errors[worst] <= LIMITS[case.dtype]:
-        return None
-    return f"row {worst} of {len(errors)} is off by {errors[worst]:.2g} of its norm"
+    for row, off in enumerate(errors):
+        if not off <= LIMITS[step.case.dtype]:
+            return f"row {row} of {len(errors)} is off by {off:.2g} of its norm"
+    for name, pool, right in zip(("keys", "values"), step.pools, written, strict=True):
+        if not mx.array_equal(pool, right, equal_nan=True):
+            return f"the new {name} are not where they belong"
+    return None

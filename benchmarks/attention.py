@@ -65,7 +65,7 @@ def paged_step(name: str, page_size: int, rows: int, context: int, heads: Heads,
         pools.clear()
         keys, values = stand_in.update_and_fetch(new, new)
         if isinstance(attention, InPlace):
-            out = attention.attend(queries, keys, values, view, heads.scale, None)
+            out = attention.attend(queries, keys, values, stand_in, heads.scale, None)
         else:
             mask = attention.mask(view)
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=heads.scale, mask=mask)

@@ -26,9 +26,10 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")  # the reference multiplies in flo
 import mlx.core as mx
 
 from mlxd.batching import attention_kernel
-from mlxd.batching.attention import InPlace, variant
+from mlxd.batching.attention import DecodeVariant, InPlace, Kernel, variant
 from mlxd.batching.attention_kernel import KernelCase, Launch, attend_by_kernel
-from mlxd.batching.kernel_check import LIMITS, Pages, random_pages, relative_errors
+from mlxd.batching.kernel_check import LIMITS, RandomStep, random_step, relative_errors
+from mlxd.caches.paged import PagedStandIn
 
 SHAPES = {"1b": (8, 4, 64), "8b": (8, 4, 128)}
 """KV heads, query heads of each, width: Llama 3.2 1B and Llama 3.1 8B."""
@@ -50,6 +51,7 @@ CASES = (
     KernelCase(2, 12, 128, 96, mx.float32, 16, 700, 128**-0.5, soft_cap=30.0, sinks=mx.float32),
     KernelCase(1, 8, 256, 256, mx.float32, 64, None, 256**-0.5),
 )
+Layer = Callable[[], list[mx.array]]
 Record = Callable[[dict[str, object]], None]
 
 
@@ -60,20 +62,19 @@ def random_lengths(rng: random.Random) -> list[int]:
     return [rng.choice([rng.choice(edges), rng.randint(1, longest)]) for _ in range(rng.randint(1, 12))]
 
 
-def reference(case: KernelCase, pages: Pages) -> mx.array:
+def reference(step: RandomStep) -> mx.array:
     """Softmax attention in float32, each row over its live columns in order: [B, heads, value_dim]."""
-    rows = []
-    for row, last in enumerate(pages.view.column.tolist()):
+    case, rows = step.case, []
+    pools = step.written()
+    for row, last in enumerate(step.positions.tolist()):
         first = 0 if case.window is None else max(0, last + 1 - case.window)
-        keys, values = (
-            _in_order(pool, pages.view.table[row])[:, first : last + 1] for pool in (pages.keys, pages.values)
-        )
-        queries = pages.queries[row].astype(mx.float32).reshape(case.kv_heads, case.group, case.key_dim)
+        keys, values = (_in_order(pool, step.table[row])[:, first : last + 1] for pool in pools)
+        queries = step.queries[row].astype(mx.float32).reshape(case.kv_heads, case.group, case.key_dim)
         scores = case.scale * (queries @ keys.swapaxes(1, 2))
         if case.soft_cap is not None:
             scores = case.soft_cap * mx.tanh(scores / case.soft_cap)
-        if pages.sinks is not None:
-            sinks = pages.sinks.astype(mx.float32).reshape(case.kv_heads, case.group, 1)
+        if step.sinks is not None:
+            sinks = step.sinks.astype(mx.float32).reshape(case.kv_heads, case.group, 1)
             scores = mx.concatenate([scores, sinks], axis=-1)
         weights = mx.softmax(scores, axis=-1)[..., : values.shape[1]]
         rows.append((weights @ values).reshape(-1, case.value_dim))
@@ -102,15 +103,20 @@ def check(draws: int, record: Record) -> bool:
     mx.random.seed(0)
     all_right = True
     for case in CASES:
-        errors = []
+        errors, are_written = [], []
         for _ in range(draws):
             lengths = random_lengths(rng)
             width = -(-max(lengths) // case.page_size) + rng.randint(0, 3)
-            pages = random_pages(case, lengths, width)
-            keys, values = pages.poisoned()
-            out = attend_by_kernel(case, pages.queries, keys, values, pages.view, pages.sinks)
-            errors += relative_errors(out, reference(case, pages))
-        is_right = all(error <= LIMITS[case.dtype] / 2 for error in errors)
+            step = random_step(case, lengths, width)
+            expected, written = reference(step), step.written()
+            mx.eval(expected, written)
+            view = step.view(Kernel())
+            out = attend_by_kernel(case, step.queries, step.new, *step.pools, view, step.sinks)
+            errors += relative_errors(out, expected)
+            are_written += [
+                mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(step.pools, written, strict=True)
+            ]
+        is_right = all(are_written) and all(error <= LIMITS[case.dtype] / 2 for error in errors)
         all_right &= is_right
         figures = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
         record({"kind": "error", "case": str(case), "right": is_right} | figures)
@@ -121,11 +127,11 @@ def read_rate() -> float:
     """Bytes a second that a sum over 4 GiB reads."""
     numbers = mx.ones((1 << 30,), mx.float32)
     mx.eval(numbers)
-    return numbers.nbytes / median_s([numbers.sum])
+    return numbers.nbytes / median_s([lambda: [numbers.sum()]])
 
 
-def median_s(steps: Sequence[Callable[[], mx.array]], repeats: int = 9) -> float:
-    """Seconds of one of these steps, all launched at once."""
+def median_s(steps: Sequence[Layer], repeats: int = 9) -> float:
+    """Seconds of one of these, all launched at once."""
     mx.eval([step() for step in steps])
     times = []
     for _ in range(repeats):
@@ -135,25 +141,29 @@ def median_s(steps: Sequence[Callable[[], mx.array]], repeats: int = 9) -> float
     return statistics.median(times) / len(steps)
 
 
-def steps_of(
-    name: str, case: KernelCase, rows: int, columns: int, copies: int
-) -> Iterator[Callable[[], mx.array]]:
-    """A layer's attention over each of `copies` sets of pages: more than a cache holds."""
-    attention = variant(name)
+def layers(name: str, case: KernelCase, rows: int, columns: int, copies: int) -> Iterator[Layer]:
+    """A layer's write and attention over each of `copies` sets of pages: more than a cache holds."""
     for _ in range(copies):
-        pages = random_pages(case, [columns] * rows, columns // case.page_size)
-        mx.eval(pages.queries, pages.keys, pages.values, pages.view.table, pages.view.column)
+        step = random_step(case, [columns] * rows, columns // case.page_size)
+        pools = [mx.nan_to_num(pool) for pool in step.pools]
+        mx.eval(pools)
+        yield partial(attend, variant(name), step, pools)
 
-        def step(pages: Pages = pages) -> mx.array:
-            if isinstance(attention, InPlace):
-                return attention.attend(pages.queries, pages.keys, pages.values, pages.view, case.scale, None)
-            keys, values = attention.fetch(pages.keys, pages.values, pages.view)
-            mask = attention.mask(pages.view)
-            return mx.fast.scaled_dot_product_attention(
-                pages.queries, keys, values, scale=case.scale, mask=mask
-            )
 
-        yield step
+def attend(attention: DecodeVariant, step: RandomStep, pools: list[mx.array]) -> list[mx.array]:
+    """The result and the pools; `pools` holds them from then on, so that the next write may be in place."""
+    stand_in = PagedStandIn(*pools, step.view(attention))
+    pools.clear()
+    keys, values = stand_in.update_and_fetch(*step.new)
+    if isinstance(attention, InPlace):
+        out = attention.attend(step.queries, keys, values, stand_in, step.case.scale, None)
+    else:
+        mask = attention.mask(stand_in.view)
+        out = mx.fast.scaled_dot_product_attention(
+            step.queries, keys, values, scale=step.case.scale, mask=mask
+        )
+    pools.extend(stand_in.outputs)
+    return [out, *pools]
 
 
 def measure(record: Record) -> None:
@@ -163,12 +173,10 @@ def measure(record: Record) -> None:
         case = KernelCase(kv_heads, group, dim, dim, mx.bfloat16, 64, None, 1 / math.sqrt(dim))
         for rows, columns in BATCHES:
             num_bytes = 2 * rows * columns * kv_heads * dim * 2
-            copies = max(1, min(8, 400_000_000 // num_bytes))
+            copies = max(32, 400_000_000 // num_bytes)
             figures = {"floor": num_bytes / rate}
             for name in ("kernel", "in_place", "gathered"):
-                steps = list(steps_of(name, case, rows, columns, copies))
-                calls = 96 if name == "kernel" else 16
-                figures[name] = median_s([steps[i % copies] for i in range(calls)])
+                figures[name] = median_s(list(layers(name, case, rows, columns, copies)))
             us = {name: round(seconds * 1e6, 1) for name, seconds in figures.items()}
             record({"kind": "speed", "shape": shape, "rows": rows, "columns": columns, "us": us})
 

@@ -54,6 +54,9 @@ class CopiedPages:
     def mask(self, view: PagedView) -> mx.array | None:
         return view.valid[:, None, None, :]
 
+    def writes(self, keys: mx.array, values: mx.array) -> bool:
+        return False
+
 
 def _in_order(pool: mx.array, table: mx.array) -> mx.array:
     batch, width = table.shape

@@ -24,6 +24,10 @@ class DecodeAttention(Protocol):
         """What the model gets from `make_mask`."""
         ...
 
+    def writes(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether the new position gets into these pools by itself, when the variant attends."""
+        ...
+
 
 class PagedView:
     """One group inside a decode step; every derived array is built once and shared by the group's layers.
