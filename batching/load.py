@@ -3,7 +3,7 @@
 import gc
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -191,20 +191,15 @@ def _self_test(
             still_here = partial(progress, "self-test", index / len(names))
             still_here()
             runner.set_attention(name)
-            rows = slice(num_rows)
-            fault = fault_in(
-                runner, memory, oracle[rows], ragged[rows], still_here, quantization=quantization
-            )
-            if fault is None and isinstance(runner.attention, Kernel):
-                fault = kernel_check.fault_in(runner.attention.cases)
+            fault = _fault_in(runner, memory, oracle[:num_rows], ragged[:num_rows], still_here, quantization)
             if fault is None:
                 right.append(name)
             else:
+                if name == "kernel":
+                    runner.describe(kernel=f"not used: {fault}")
                 runner.reset()
                 faults.append(f"{name}: {fault}")
-                logger.warning(
-                    "self-test failed attention=%s rows=%d fault=%s", name, len(ragged[rows]), fault
-                )
+                logger.warning("self-test failed attention=%s rows=%d fault=%s", name, num_rows, fault)
         progress("self-test", 1.0)
         if right:
             return right
@@ -212,6 +207,22 @@ def _self_test(
     if quantization is not None:
         raise tuning.cannot_be_packed(failure)
     raise ModelError(f"{loaded.path}: {failure}")
+
+
+def _fault_in(
+    runner: MlxRunner,
+    memory: MemoryPlan,
+    oracle: Sequence[Sequence[mx.array]],
+    ragged: Sequence[Sequence[int]],
+    still_here: Callable[[], None],
+    quantization: Quantization | None,
+) -> str | None:
+    """What is wrong with the runner's attention variant, in the whole model or, of the kernel, by itself."""
+    fault = fault_in(runner, memory, oracle, ragged, still_here, quantization=quantization)
+    if fault is None and isinstance(runner.attention, Kernel):
+        still_here()
+        return kernel_check.fault_in(runner.attention.cases)
+    return fault
 
 
 def _tune(

@@ -28,6 +28,7 @@ from mlxd.caches.row_group import width_bucket  # noqa: E402
 from mlxd.caches.sizing import GroupSpec  # noqa: E402
 
 Step = Callable[[], list[mx.array]]
+VARIANTS = ("in_place", "gathered", "kernel") if mx.cuda.is_available() else ("in_place", "gathered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def measure(rows: int, context: int, heads: Heads, page_sizes: Sequence[int], re
     padded = best_ms(padded_step(rows, context, heads, dtype), repeats)
     print(json.dumps(case | {"variant": "padded", "ms": padded}), flush=True)
     for page_size in page_sizes:
-        for name in ("in_place", "gathered"):
+        for name in VARIANTS:
             ms = best_ms(paged_step(name, page_size, rows, context, heads, dtype), repeats)
             print(json.dumps(case | {"variant": name, "page_size": page_size, "ms": ms}), flush=True)
 

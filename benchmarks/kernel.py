@@ -185,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--draws", type=int, default=8, help="random batches of each case")
+    parser.add_argument("--draws", type=int, default=8, help="random batches of each case; 0 checks nothing")
     parser.add_argument("--out", type=Path, help="file to append the JSON lines to")
     options = parser.parse_args()
     if not mx.cuda.is_available():
@@ -200,7 +200,7 @@ def main() -> None:
 
     kernel = attention_kernel.kernel
     attention_kernel.kernel = poison_outputs(kernel)
-    all_right = check(options.draws, record)
+    all_right = not options.draws or check(options.draws, record)
     attention_kernel.kernel = kernel
     measure(record)
     if not all_right:

@@ -254,6 +254,7 @@ def test_a_broken_kernel_is_one_warning_and_the_built_in_variants_serve(
         info = load(tmp_path, asked)
     assert info.max_batch == 4
     assert "kernel" not in info.notes["attention"]
+    assert info.notes["kernel"].startswith("not used: ")
     (warning,) = [record for record in caplog.records if "attention=kernel" in record.getMessage()]
     assert "self-test failed" in warning.getMessage()
 

@@ -138,6 +138,10 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
             "x.yaml:5: decode.attention is 'gathered'; with cache.quantization pages are read in_place",
         ),
         (
+            "cache: {quantization: {bits: 8}}\ndecode: {attention: kernel}",
+            "x.yaml:5: decode.attention is 'kernel'; with cache.quantization pages are read in_place",
+        ),
+        (
             "cache: {disk: {path: /d, max_bytes: 1000}}",
             "x.yaml:4: cache.disk.max_bytes is 1000; "
             'it must be bytes from 1 MiB on (1073741824, "8GiB", "512MiB")',
