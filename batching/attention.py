@@ -11,8 +11,10 @@ from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel, is_supp
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
 from mlxd.caches.delayed_step import DelayedStandIn
+from mlxd.caches.packed import Packed
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
+from mlxd.caches.quantization import Quantization
 from mlxd.caches.quantized import QuantizedPrefill, QuantizedStandIn
 
 _SEAM = "scaled_dot_product_attention"
@@ -34,7 +36,7 @@ class Gathered:
     def mask(self, view: PagedView) -> mx.array | None:
         return view.valid[:, None, None, :]
 
-    def writes(self, keys: mx.array, values: mx.array) -> bool:
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         return False
 
 
@@ -67,7 +69,7 @@ class InPlace:
     def mask(self, view: PagedView) -> mx.array | None:
         return None
 
-    def writes(self, keys: mx.array, values: mx.array) -> bool:
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         return False
 
     def attend(
@@ -127,8 +129,9 @@ class Kernel(InPlace):
     def __init__(self) -> None:
         self.cases: set[KernelCase] = set()
 
-    def writes(self, keys: mx.array, values: mx.array) -> bool:
-        return is_supported(keys.shape[-1], values.shape[-1], keys.dtype, keys.shape[-2])
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
+        dtype, quantization = _format(keys)
+        return is_supported(keys.shape[-1], values.shape[-1], dtype, keys.shape[-2], quantization)
 
     def attend(
         self,
@@ -145,19 +148,49 @@ class Kernel(InPlace):
         fetched_keys, fetched_values = stand_in.keys_and_values()
         if keys is not fetched_keys or values is not fetched_values or stand_in.new is None:
             raise ValueError("the model changes its keys or values on their way to attention")
+        case = self._case(queries, keys, values, stand_in.view, scale, sinks)
+        return attend_by_kernel(case, queries, stand_in.new, (keys, values), stand_in.view, sinks)
+
+    def attend_packed(
+        self, stand_in: QuantizedStandIn, queries: mx.array, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """As `attend_packed_pages`."""
+        keys, values = stand_in.pools
+        if not self.writes(keys, values):
+            return attend_packed_pages(stand_in, queries, scale, sinks)
+        case = self._case(queries, keys, values, stand_in.view, scale, sinks)
+        planes = *keys.planes, *values.planes
+        return attend_by_kernel(case, queries, stand_in.new, planes, stand_in.view, sinks)
+
+    def _case(
+        self,
+        queries: mx.array,
+        keys: mx.array | Packed,
+        values: mx.array | Packed,
+        view: PagedView,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> KernelCase:
+        _, heads, size, key_dim = keys.shape
+        dtype, quantization = _format(keys)
         case = KernelCase(
-            kv_heads=keys.shape[1],
-            group=queries.shape[1] // keys.shape[1],
-            key_dim=keys.shape[-1],
+            kv_heads=heads,
+            group=queries.shape[1] // heads,
+            key_dim=key_dim,
             value_dim=values.shape[-1],
-            dtype=keys.dtype,
-            page_size=keys.shape[2],
-            window=stand_in.view.spec.window,
+            dtype=dtype,
+            page_size=size,
+            window=view.spec.window,
             scale=float(scale),
             sinks=None if sinks is None else sinks.dtype,
+            quantization=quantization,
         )
         self.cases.add(case)
-        return attend_by_kernel(case, queries, stand_in.new, keys, values, stand_in.view, sinks)
+        return case
+
+
+def _format(pool: mx.array | Packed) -> tuple[mx.Dtype, Quantization | None]:
+    return (pool.scales.dtype, pool.quantization) if isinstance(pool, Packed) else (pool.dtype, None)
 
 
 DecodeVariant = Gathered | InPlace
@@ -228,6 +261,8 @@ class _Redirect:
         if isinstance(cache, DelayedStandIn):
             return _attend_mixed(cache, queries, scale, extra.get("sinks"))
         if isinstance(cache, QuantizedStandIn):
+            if isinstance(cache.view.attention, Kernel):
+                return cache.view.attention.attend_packed(cache, queries, scale, extra.get("sinks"))
             return attend_packed_pages(cache, queries, scale, extra.get("sinks"))
         if isinstance(cache, QuantizedPrefill):
             return cache.attend(queries, scale, mask, extra.get("sinks"))

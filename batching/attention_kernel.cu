@@ -1,5 +1,5 @@
 // Decode attention over pages: one position a row is written and attends; keys and values are read where they lie,
-// once for all the query heads that share them. Follows warp_products.cu.
+// once for all the query heads that share them. Follows warp_products.cu and page_cells.cu.
 //
 // A block owns one row, one KV head with up to 8 of its query heads, and one part of the row's columns; its warps take
 // tiles of 16 columns by turns. Weights are powers of two, of scores times log2(e), relative to the largest one seen.
@@ -161,21 +161,24 @@ struct Lane {
     for (int c = 0; c < kKeyChunks; c++) load(query[c], from + c * kKeyChunk, head < GROUP);
   }
 
-  // keys, values: of the tile's first column.
-  __device__ void load_tile(const T* keys, const T* values, int column, const Columns& columns) {
+  // cell: of the tile's first column.
+  template <typename Keys, typename Values>
+  __device__ void load_tile(const Keys& keys, const Values& values, size_t cell, int column, const Columns& columns) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int j = g + 8 * i;
-      const T* from = keys + j * KEY_DIM + t * 4 * kPerWord;
 #pragma unroll
-      for (int c = 0; c < kKeyChunks; c++) load(key[i][c], from + c * kKeyChunk, columns.hold(column + j));
+      for (int c = 0; c < kKeyChunks; c++) {
+        keys.load(key[i][c], cell + j, c * kKeyChunk + t * 4 * kPerWord, columns.hold(column + j));
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int j = Weighing<T>::column(i, t);
-      const T* from = values + j * VALUE_DIM + g * kMine;
 #pragma unroll
-      for (int c = 0; c < kValueChunks; c++) load(value[c][i], from + c * kValueChunk, columns.hold(column + j));
+      for (int c = 0; c < kValueChunks; c++) {
+        values.load(value[c][i], cell + j, c * kValueChunk + g * kMine, columns.hold(column + j));
+      }
     }
   }
 
@@ -228,19 +231,15 @@ struct Lane {
   }
 };
 
-template <int DIM, typename T>
-__device__ inline void copy(const T* from, T* to) {
-  for (int d = threadIdx.x; d < DIM; d += blockDim.x) to[d] = from[d];
-}
-
 // grid: (parts, KV heads * blocks of their query heads, rows), WARPS warps a block.
 //
-// queries: [rows, KV heads * GROUP, KEY_DIM].  new_keys, new_values: [rows, KV heads, dim].
-// keys, values: [pages, KV heads, PAGE, dim]; every block that reads the new position's column writes it first.
+// queries: [rows, KV heads * GROUP, KEY_DIM].  new_keys, new_values: cells of [rows, KV heads].
+// keys, values: cells of [pages, KV heads, PAGE]; every block that reads the new position's column writes it first.
 // table: [rows, width], pages of a row in order.  last: [rows], column of the new position.
 // scale: of scores.  cap: scores become cap * tanh(score / cap), where it is not 0.
-template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int WARPS, typename Result>
-__device__ void attend(const T* queries, const T* new_keys, const T* new_values, T* keys, T* values,
+template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int WARPS, typename Keys, typename Values,
+          typename Result>
+__device__ void attend(const T* queries, Keys new_keys, Values new_values, Keys keys, Values values,
                        const int32_t* table, int width, const int32_t* last, int window, int shortest, float scale,
                        float cap, Result result) {
   static_assert(PAGE % kTile == 0, "a tile lies in one page");
@@ -256,8 +255,8 @@ __device__ void attend(const T* queries, const T* new_keys, const T* new_values,
   };
   if (columns.hold_last()) {
     const size_t at = cell(pages[last[row] / PAGE], last[row]);
-    copy<KEY_DIM>(new_keys + head_at * KEY_DIM, keys + at * KEY_DIM);
-    copy<VALUE_DIM>(new_values + head_at * VALUE_DIM, values + at * VALUE_DIM);
+    keys.take(at, new_keys, head_at);
+    values.take(at, new_values, head_at);
     __syncthreads();
   }
 
@@ -267,8 +266,7 @@ __device__ void attend(const T* queries, const T* new_keys, const T* new_values,
   int page = tile < columns.last_tile ? pages[tile * kTile / PAGE] : 0;
   while (tile < columns.last_tile) {
     const int column = tile * kTile;
-    const size_t at = cell(page, column);
-    mine.load_tile(keys + at * KEY_DIM, values + at * VALUE_DIM, column, columns);
+    mine.load_tile(keys, values, cell(page, column), column, columns);
     tile += WARPS;
     if (tile < columns.last_tile) page = pages[tile * kTile / PAGE];
     mine.attend(column, columns, scale, cap);

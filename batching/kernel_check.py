@@ -7,10 +7,11 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlxd.batching.attention import InPlace, Kernel
-from mlxd.batching.attention_kernel import KernelCase
+from mlxd.batching.attention import InPlace
+from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView, write_position
+from mlxd.caches.quantized import keys_and_values, planes_of
 from mlxd.caches.sizing import GroupSpec
 
 LIMITS = {mx.bfloat16: 2e-2, mx.float16: 5e-3, mx.float32: 5e-3}
@@ -26,8 +27,8 @@ class RandomStep:
     Attributes:
         queries: [B, n_heads, 1, key_dim].
         new: keys and values of the new position, [B, kv_heads, 1, dim].
-        pools: keys and values, [num_pages, kv_heads, page_size, dim], NaN where no row looks, which is also
-            where the new position goes.
+        pools: keys and values, [num_pages, kv_heads, page_size, dim], or their planes where they are packed.
+            NaN where no row looks, which is also where the new position goes.
         table, positions: int32 [B, T] and [B].
         sinks: [n_heads], or None.
     """
@@ -35,36 +36,45 @@ class RandomStep:
     case: KernelCase
     queries: mx.array
     new: tuple[mx.array, mx.array]
-    pools: tuple[mx.array, mx.array]
+    pools: list[mx.array]
     table: mx.array
     positions: mx.array
     sinks: mx.array | None
 
-    def view(self, attention: InPlace) -> PagedView:
+    @property
+    def view(self) -> PagedView:
         spec = GroupSpec("check", (0,), self.case.window, self.case.page_size, 0)
-        return PagedView(spec, self.table, mx.zeros_like(self.positions), self.positions, attention)
+        return PagedView(spec, self.table, mx.zeros_like(self.positions), self.positions, InPlace())
 
-    def run(self, attention: InPlace) -> mx.array:
-        """[B, n_heads, 1, value_dim], by a variant; it may write into `pools`."""
-        stand_in = PagedStandIn(*self.pools, self.view(attention))
-        keys, values = stand_in.update_and_fetch(*self.new)
-        return attention.attend(self.queries, keys, values, stand_in, self.case.scale, self.sinks)
+    def run(self) -> mx.array:
+        """[B, n_heads, 1, value_dim], by the kernel, which writes into `pools`."""
+        new = _planes(self.case, *self.new)
+        return attend_by_kernel(self.case, self.queries, new, self.pools, self.view, self.sinks)
 
-    def written(self) -> tuple[mx.array, mx.array]:
-        """New pools that hold the new position, too."""
-        rows = self.view(InPlace()).write_rows(self.case.kv_heads)
-        keys, values = (
-            write_position(pool, new, rows) for pool, new in zip(self.pools, self.new, strict=True)
-        )
+    def written(self) -> list[mx.array]:
+        """Other pools, which hold the new position, too."""
+        rows = self.view.write_rows(self.case.kv_heads)
+        pairs = zip(self.pools, _planes(self.case, *self.new), strict=True)
+        return [write_position(pool, new, rows) for pool, new in pairs]
+
+    def numbers(self) -> tuple[mx.array, mx.array]:
+        """Keys and values with the new position, dense and float32, 0 where no row looks."""
+        written, quantization = self.written(), self.case.quantization
+        if quantization is not None:
+            written = [packed.dense() for packed in keys_and_values(written, quantization)]
+        keys, values = (mx.nan_to_num(pool.astype(mx.float32)) for pool in written)
         return keys, values
 
     def expected(self) -> mx.array:
         """What built-in operations in float32 make of it."""
-        keys, values = (mx.nan_to_num(pool.astype(mx.float32)) for pool in self.written())
-        stand_in = PagedStandIn(keys, values, self.view(InPlace()))
-        return InPlace().attend(
-            self.queries.astype(mx.float32), keys, values, stand_in, self.case.scale, self.sinks
-        )
+        keys, values = self.numbers()
+        stand_in = PagedStandIn(keys, values, self.view)
+        queries = self.queries.astype(mx.float32)
+        return InPlace().attend(queries, keys, values, stand_in, self.case.scale, self.sinks)
+
+
+def _planes(case: KernelCase, keys: mx.array, values: mx.array) -> list[mx.array]:
+    return [keys, values] if case.quantization is None else planes_of(keys, values, case.quantization)
 
 
 def random_step(case: KernelCase, lengths: list[int], width: int) -> RandomStep:
@@ -79,18 +89,23 @@ def random_step(case: KernelCase, lengths: list[int], width: int) -> RandomStep:
     live = mx.zeros((num_pages, size), mx.bool_)
     live[table] = known.reshape(rows, width, size)
 
-    def pool(dim: int) -> mx.array:
-        numbers = mx.random.normal((num_pages, case.kv_heads, size, dim))
-        return mx.where(live[:, None, :, None], numbers, math.nan).astype(case.dtype)
+    def numbers(*shape: int) -> mx.array:
+        return mx.random.normal(shape).astype(case.dtype)
 
-    def new(dim: int) -> mx.array:
-        return mx.random.normal((rows, case.kv_heads, 1, dim)).astype(case.dtype)
+    def poisoned(plane: mx.array) -> mx.array:
+        no_number = (
+            mx.array(math.nan, plane.dtype) if plane.dtype == case.dtype else mx.array(~0, plane.dtype)
+        )
+        return mx.where(live[:, None, :, None], plane, no_number)
+
+    pools = (numbers(num_pages, case.kv_heads, size, dim) for dim in (case.key_dim, case.value_dim))
+    new_keys, new_values = (numbers(rows, case.kv_heads, 1, dim) for dim in (case.key_dim, case.value_dim))
 
     step = RandomStep(
         case=case,
-        queries=mx.random.normal((rows, heads, 1, case.key_dim)).astype(case.dtype),
-        new=(new(case.key_dim), new(case.value_dim)),
-        pools=(pool(case.key_dim), pool(case.value_dim)),
+        queries=numbers(rows, heads, 1, case.key_dim),
+        new=(new_keys, new_values),
+        pools=[poisoned(plane) for plane in _planes(case, *pools)],
         table=table,
         positions=positions,
         sinks=None if case.sinks is None else mx.random.normal((heads,)).astype(case.sinks),
@@ -122,13 +137,13 @@ def _fault(step: RandomStep) -> str | None:
     expected, written = step.expected(), step.written()
     mx.eval(expected, written)
     try:
-        errors = relative_errors(step.run(Kernel()), expected)
+        errors = relative_errors(step.run(), expected)
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     for row, off in enumerate(errors):
         if not off <= LIMITS[step.case.dtype]:
             return f"row {row} of {len(errors)} is off by {off:.2g} of its norm"
-    for name, pool, right in zip(("keys", "values"), step.pools, written, strict=True):
-        if not mx.array_equal(pool, right, equal_nan=True):
-            return f"the new {name} are not where they belong"
+    for pool, right in zip(step.pools, written, strict=True):
+        if not mx.array_equal(pool, right, equal_nan=mx.issubdtype(pool.dtype, mx.floating)):
+            return "the new keys or values are not where they belong"
     return None

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 Attention = Literal["auto", "in_place", "gathered", "kernel"]
 
 _BUILT_IN = ("in_place", "gathered")
+_PACKED_BUILT_IN = ("in_place",)
 _LAST_RESORT = ("grouped",)
 """Right for few models, so tried only where none of the others is."""
 
@@ -147,17 +148,19 @@ def _trials(
     attention: Attention, layers: Sequence[Layer], page_size: int, quantization: Quantization | None
 ) -> list[tuple[str, ...]]:
     """Attention variants to try; those after the first only where none before them is right."""
+    built_in = _BUILT_IN if quantization is None else _PACKED_BUILT_IN
+    last_resort = [_LAST_RESORT] if "gathered" in built_in else []
     if attention == "kernel":
-        return [("kernel",), _BUILT_IN, _LAST_RESORT]
+        return [("kernel",), built_in, *last_resort]
     if attention != "auto":
-        return [(attention,), _LAST_RESORT] if attention == "gathered" else [(attention,)]
-    if quantization is not None:
-        return [("in_place",)]
+        return [(attention,), *(last_resort if attention == "gathered" else [])]
     shapes = [layer.shape for layer in layers if isinstance(layer.shape, LayerShape)]
     has_kernel = mx.cuda.is_available() and any(
-        is_supported(shape.key_dim, shape.value_dim, shape.dtype, page_size) for shape in shapes
+        is_supported(shape.key_dim, shape.value_dim, shape.dtype, page_size, quantization) for shape in shapes
     )
-    return [(("kernel", *_BUILT_IN) if has_kernel else _BUILT_IN), _LAST_RESORT]
+    if has_kernel and not (quantization and quantization.start):
+        return [("kernel", *built_in), *last_resort]
+    return [built_in, *last_resort]
 
 
 def _self_test(

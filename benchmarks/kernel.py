@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,14 +28,23 @@ import mlx.core as mx
 
 from mlxd.batching import attention_kernel
 from mlxd.batching.attention import DecodeVariant, InPlace, Kernel, variant
-from mlxd.batching.attention_kernel import KernelCase, Launch, attend_by_kernel
+from mlxd.batching.attention_kernel import KernelCase, Launch
+from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.kernel_check import LIMITS, RandomStep, random_step, relative_errors
 from mlxd.caches.paged import PagedStandIn
+from mlxd.caches.paged_view import PagedView
+from mlxd.caches.quantization import Quantization
+from mlxd.caches.quantized import QuantizedStandIn
 
 SHAPES = {"1b": (8, 4, 64), "8b": (8, 4, 128)}
 """KV heads, query heads of each, width: Llama 3.2 1B and Llama 3.1 8B."""
 BATCHES = ((1, 512), (1, 16384), (8, 16384), (32, 512), (32, 4096), (128, 512))
 """Rows and columns."""
+PACKINGS = (
+    Quantization(bits=8, group_size=64),
+    Quantization(bits=4, group_size=32),
+    Quantization(bits=4, group_size=64),
+)
 CASES = (
     KernelCase(8, 4, 64, 64, mx.bfloat16, 64, None, 64**-0.5),
     KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5),
@@ -47,10 +57,14 @@ CASES = (
     KernelCase(1, 24, 64, 64, mx.float16, 16, 1, 64**-0.5, soft_cap=5.0, sinks=mx.float32),
     KernelCase(4, 1, 96, 96, mx.float16, 64, 1000, 96**-0.5),  # phi3
     KernelCase(8, 12, 192, 128, mx.bfloat16, 64, 128, 192**-0.5, sinks=mx.bfloat16),  # mimo_v2
+    KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5, quantization=PACKINGS[0]),
+    KernelCase(8, 4, 64, 64, mx.bfloat16, 64, None, 64**-0.5, quantization=PACKINGS[1]),
+    KernelCase(2, 10, 128, 64, mx.float16, 32, 900, 128**-0.5, sinks=mx.float16, quantization=PACKINGS[2]),
     KernelCase(3, 3, 64, 64, mx.float32, 64, None, 64**-0.5),  # smollm2
     KernelCase(2, 12, 128, 96, mx.float32, 16, 700, 128**-0.5, soft_cap=30.0, sinks=mx.float32),
     KernelCase(1, 8, 256, 256, mx.float32, 64, None, 256**-0.5),
 )
+PACKED_BATCHES = ((8, 16384), (32, 4096), (128, 512))
 Layer = Callable[[], list[mx.array]]
 Record = Callable[[dict[str, object]], None]
 
@@ -65,7 +79,7 @@ def random_lengths(rng: random.Random) -> list[int]:
 def reference(step: RandomStep) -> mx.array:
     """Softmax attention in float32, each row over its live columns in order: [B, heads, value_dim]."""
     case, rows = step.case, []
-    pools = step.written()
+    pools = step.numbers()
     for row, last in enumerate(step.positions.tolist()):
         first = 0 if case.window is None else max(0, last + 1 - case.window)
         keys, values = (_in_order(pool, step.table[row])[:, first : last + 1] for pool in pools)
@@ -90,19 +104,19 @@ def _in_order(pool: mx.array, table: mx.array) -> mx.array:
 def poison_outputs(kernel: Callable[..., Launch]) -> Callable[..., Launch]:
     """The kernels, whose outputs hold NaN until they are written."""
 
-    def poisoned(role: str, *, with_sinks: bool = False) -> Launch:
+    def poisoned(role: str, **options: bool) -> Launch:
         # A part without columns writes no sums, and nobody reads them: there NaN stays, and does no harm.
-        return partial(kernel(role, with_sinks=with_sinks), init_value=math.nan)
+        return partial(kernel(role, **options), init_value=math.nan)
 
     return poisoned
 
 
-def check(draws: int, record: Record) -> bool:
+def check(cases: Sequence[KernelCase], draws: int, record: Record) -> bool:
     """Whether the kernel is right in all cases, each with so many random batches."""
     rng = random.Random(0)
     mx.random.seed(0)
     all_right = True
-    for case in CASES:
+    for case in cases:
         errors, are_written = [], []
         for _ in range(draws):
             lengths = random_lengths(rng)
@@ -110,17 +124,18 @@ def check(draws: int, record: Record) -> bool:
             step = random_step(case, lengths, width)
             expected, written = reference(step), step.written()
             mx.eval(expected, written)
-            view = step.view(Kernel())
-            out = attend_by_kernel(case, step.queries, step.new, *step.pools, view, step.sinks)
+            out = step.run()
             errors += relative_errors(out, expected)
-            are_written += [
-                mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(step.pools, written, strict=True)
-            ]
+            are_written += [_same(pool, right) for pool, right in zip(step.pools, written, strict=True)]
         is_right = all(are_written) and all(error <= LIMITS[case.dtype] / 2 for error in errors)
         all_right &= is_right
         figures = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
         record({"kind": "error", "case": str(case), "right": is_right} | figures)
     return all_right
+
+
+def _same(pool: mx.array, right: mx.array) -> bool:
+    return bool(mx.array_equal(pool, right, equal_nan=mx.issubdtype(pool.dtype, mx.floating)))
 
 
 def read_rate() -> float:
@@ -145,47 +160,69 @@ def layers(name: str, case: KernelCase, rows: int, columns: int, copies: int) ->
     """A layer's write and attention over each of `copies` sets of pages: more than a cache holds."""
     for _ in range(copies):
         step = random_step(case, [columns] * rows, columns // case.page_size)
-        pools = [mx.nan_to_num(pool) for pool in step.pools]
+        pools = [mx.nan_to_num(pool) if pool.dtype == case.dtype else pool for pool in step.pools]
         mx.eval(pools)
         yield partial(attend, variant(name), step, pools)
 
 
 def attend(attention: DecodeVariant, step: RandomStep, pools: list[mx.array]) -> list[mx.array]:
     """The result and the pools; `pools` holds them from then on, so that the next write may be in place."""
-    stand_in = PagedStandIn(*pools, step.view(attention))
+    case, queries = step.case, step.queries
+    view = PagedView(step.view.spec, step.table, mx.zeros_like(step.positions), step.positions, attention)
+    stand_in = _stand_in(case, pools, view)
     pools.clear()
     keys, values = stand_in.update_and_fetch(*step.new)
-    if isinstance(attention, InPlace):
-        out = attention.attend(step.queries, keys, values, stand_in, step.case.scale, None)
+    if isinstance(stand_in, QuantizedStandIn):
+        attend_packed = attention.attend_packed if isinstance(attention, Kernel) else attend_packed_pages
+        out = attend_packed(stand_in, queries, case.scale, None)
+    elif isinstance(attention, InPlace):
+        out = attention.attend(queries, keys, values, stand_in, case.scale, None)
     else:
-        mask = attention.mask(stand_in.view)
-        out = mx.fast.scaled_dot_product_attention(
-            step.queries, keys, values, scale=step.case.scale, mask=mask
-        )
+        mask = attention.mask(view)
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=case.scale, mask=mask)
     pools.extend(stand_in.outputs)
     return [out, *pools]
+
+
+def _stand_in(case: KernelCase, pools: list[mx.array], view: PagedView) -> PagedStandIn | QuantizedStandIn:
+    if case.quantization is not None:
+        return QuantizedStandIn(pools, view, case.quantization)
+    return PagedStandIn(pools[0], pools[1], view)
 
 
 def measure(record: Record) -> None:
     rate = read_rate()
     record({"kind": "rate", "read_gb_per_s": round(rate / 1e9)})
     for shape, (kv_heads, group, dim) in SHAPES.items():
-        case = KernelCase(kv_heads, group, dim, dim, mx.bfloat16, 64, None, 1 / math.sqrt(dim))
+        dense = KernelCase(kv_heads, group, dim, dim, mx.bfloat16, 64, None, 1 / math.sqrt(dim))
         for rows, columns in BATCHES:
-            num_bytes = 2 * rows * columns * kv_heads * dim * 2
-            copies = max(32, 400_000_000 // num_bytes)
-            figures = {"floor": num_bytes / rate}
-            for name in ("kernel", "in_place", "gathered"):
-                figures[name] = median_s(list(layers(name, case, rows, columns, copies)))
-            us = {name: round(seconds * 1e6, 1) for name, seconds in figures.items()}
-            record({"kind": "speed", "shape": shape, "rows": rows, "columns": columns, "us": us})
+            compare(shape, dense, rows, columns, rate, record)
+            if (rows, columns) in PACKED_BATCHES:
+                for packing in PACKINGS[::2]:
+                    compare(shape, replace(dense, quantization=packing), rows, columns, rate, record)
+
+
+def compare(shape: str, case: KernelCase, rows: int, columns: int, rate: float, record: Record) -> None:
+    numbers = 2 * rows * columns * case.kv_heads * case.key_dim
+    packing = case.quantization
+    num_bytes = 2 * numbers if packing is None else numbers * (packing.bits / 8 + 4 / packing.group_size)
+    copies = max(32, int(400_000_000 / num_bytes))
+    figures = {"floor": num_bytes / rate}
+    for name in ("kernel", "in_place", "gathered") if packing is None else ("kernel", "in_place"):
+        figures[name] = median_s(list(layers(name, case, rows, columns, copies)))
+    us = {name: round(seconds * 1e6, 1) for name, seconds in figures.items()}
+    bits = 16 if packing is None else packing.bits
+    record({"kind": "speed", "shape": shape, "bits": bits, "rows": rows, "columns": columns, "us": us})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--draws", type=int, default=8, help="random batches of each case; 0 checks nothing")
+    every = list(range(len(CASES)))
+    parser.add_argument("--cases", type=int, nargs="*", default=every, help="which to check; none without")
+    parser.add_argument("--draws", type=int, default=8, help="random batches of each case")
+    parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, help="file to append the JSON lines to")
     options = parser.parse_args()
     if not mx.cuda.is_available():
@@ -200,9 +237,10 @@ def main() -> None:
 
     kernel = attention_kernel.kernel
     attention_kernel.kernel = poison_outputs(kernel)
-    all_right = not options.draws or check(options.draws, record)
+    all_right = check([CASES[i] for i in options.cases], options.draws, record)
     attention_kernel.kernel = kernel
-    measure(record)
+    if options.speed:
+        measure(record)
     if not all_right:
         sys.exit("the kernel is wrong")
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mlxd.caches.packed import Packed
 from mlxd.caches.page_pool import SCRATCH_PAGE
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.sizing import GroupSpec
@@ -24,7 +25,7 @@ class DecodeAttention(Protocol):
         """What the model gets from `make_mask`."""
         ...
 
-    def writes(self, keys: mx.array, values: mx.array) -> bool:
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         """Whether the new position gets into these pools by itself, when the variant attends."""
         ...
 
