@@ -22,7 +22,10 @@ def device_name() -> str:
 
 
 def device_memory_bytes() -> int:
-    """Memory the device may use in all; on the CPU, what the system could still give away."""
+    """Memory the device may use in all; on the CPU and on CUDA, what is in use here and what is free."""
+    if mx.cuda.is_available():
+        held = mx.get_active_memory() + mx.get_cache_memory()
+        return held + int(mx.device_info()["free_memory"])
     if device_name() == "gpu":
         return int(mx.device_info()["memory_size"])
     return mx.get_active_memory() + os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

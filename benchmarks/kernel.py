@@ -206,7 +206,7 @@ def compare(shape: str, case: KernelCase, rows: int, columns: int, rate: float, 
     numbers = 2 * rows * columns * case.kv_heads * case.key_dim
     packing = case.quantization
     num_bytes = 2 * numbers if packing is None else numbers * (packing.bits / 8 + 4 / packing.group_size)
-    copies = max(32, int(400_000_000 / num_bytes))
+    copies = max(8, min(32, int(400_000_000 / num_bytes)))
     figures = {"floor": num_bytes / rate}
     for name in ("kernel", "in_place", "gathered") if packing is None else ("kernel", "in_place"):
         figures[name] = median_s(list(layers(name, case, rows, columns, copies)))
