@@ -240,6 +240,7 @@ def load(folder: Path, attention: Any = "auto", head_dim: int = 64) -> RunnerInf
         prefill_chunk=32,
         budget="16MiB",
         page_size=16,
+        checkpoints=0.1,
         quantization=None,
         compile="off",
         attention=attention,
