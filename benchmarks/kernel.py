@@ -156,11 +156,10 @@ def median_s(steps: Sequence[Layer], repeats: int = 9) -> float:
     return statistics.median(times) / len(steps)
 
 
-def layers(name: str, case: KernelCase, rows: int, columns: int, copies: int) -> Iterator[Layer]:
+def layers(name: str, step: RandomStep, copies: int) -> Iterator[Layer]:
     """A layer's write and attention over each of `copies` sets of pages: more than a cache holds."""
     for _ in range(copies):
-        step = random_step(case, [columns] * rows, columns // case.page_size)
-        pools = [mx.nan_to_num(pool) if pool.dtype == case.dtype else pool for pool in step.pools]
+        pools = [pool + 0 if pool.dtype != step.case.dtype else mx.nan_to_num(pool) for pool in step.pools]
         mx.eval(pools)
         yield partial(attend, variant(name), step, pools)
 
@@ -207,9 +206,10 @@ def compare(shape: str, case: KernelCase, rows: int, columns: int, rate: float, 
     packing = case.quantization
     num_bytes = 2 * numbers if packing is None else numbers * (packing.bits / 8 + 4 / packing.group_size)
     copies = max(8, min(32, int(400_000_000 / num_bytes)))
+    step = random_step(case, [columns] * rows, columns // case.page_size)
     figures = {"floor": num_bytes / rate}
     for name in ("kernel", "in_place", "gathered") if packing is None else ("kernel", "in_place"):
-        figures[name] = median_s(list(layers(name, case, rows, columns, copies)))
+        figures[name] = median_s(list(layers(name, step, copies)))
     us = {name: round(seconds * 1e6, 1) for name, seconds in figures.items()}
     bits = 16 if packing is None else packing.bits
     record({"kind": "speed", "shape": shape, "bits": bits, "rows": rows, "columns": columns, "us": us})
