@@ -7,11 +7,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel, is_supported
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
 from mlxd.caches.delayed_step import DelayedStandIn
+from mlxd.caches.packed import Packed
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
+from mlxd.caches.quantization import Quantization
 from mlxd.caches.quantized import QuantizedPrefill, QuantizedStandIn
 
 _SEAM = "scaled_dot_product_attention"
@@ -32,6 +35,9 @@ class Gathered:
 
     def mask(self, view: PagedView) -> mx.array | None:
         return view.valid[:, None, None, :]
+
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
+        return False
 
 
 class Grouped(Gathered):
@@ -63,12 +69,15 @@ class InPlace:
     def mask(self, view: PagedView) -> mx.array | None:
         return None
 
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
+        return False
+
     def attend(
         self,
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        view: PagedView,
+        stand_in: PagedStandIn,
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
@@ -76,11 +85,12 @@ class InPlace:
 
         Args:
             queries: [B, n_heads, 1, key_dim], rotated.
-            keys, values: the pools, [num_pages, n_kv_heads, page_size, dim], this step's position written.
+            keys, values: what `fetch` gave, the pools [num_pages, n_kv_heads, page_size, dim].
             sinks: [n_heads] extra logits that take weight and give no value, or None.
         Returns:
             [B, n_heads, 1, value_dim] in the queries' dtype.
         """
+        view = stand_in.view
         num_pages, heads, size, value_dim = values.shape
         batch, query_heads, _, key_dim = queries.shape
         group, width = query_heads // heads, view.width
@@ -103,13 +113,96 @@ class InPlace:
         return out.astype(queries.dtype).reshape(batch, query_heads, 1, value_dim)
 
 
+class Kernel(InPlace):
+    """Writes the new position and reads pages where they lie, by one CUDA kernel of our own.
+
+    The pools stay the arrays they are: the kernel writes into its inputs. MLX holds what a step reads until
+    the step has run, so a pool that is replaced while the step before it still runs is copied whole. Layers
+    whose heads the kernel does not serve are written and read as by `InPlace`.
+
+    Attributes:
+        cases: what the kernel was asked for so far.
+    """
+
+    name = "kernel"
+
+    def __init__(self) -> None:
+        self.cases: set[KernelCase] = set()
+
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
+        dtype, quantization = _format(keys)
+        return is_supported(keys.shape[-1], values.shape[-1], dtype, keys.shape[-2], quantization)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        stand_in: PagedStandIn,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """As `InPlace.attend`. Raises ValueError where a model changed what it fetched."""
+        if not self.writes(keys, values):
+            return super().attend(queries, keys, values, stand_in, scale, sinks)
+        fetched_keys, fetched_values = stand_in.keys_and_values()
+        if keys is not fetched_keys or values is not fetched_values or stand_in.new is None:
+            raise ValueError("the model changes its keys or values on their way to attention")
+        case = self._case(queries, keys, values, stand_in.view, scale, sinks)
+        return attend_by_kernel(case, queries, stand_in.new, (keys, values), stand_in.view, sinks)
+
+    def attend_packed(
+        self, stand_in: QuantizedStandIn, queries: mx.array, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """As `attend_packed_pages`."""
+        keys, values = stand_in.pools
+        if not self.writes(keys, values):
+            return attend_packed_pages(stand_in, queries, scale, sinks)
+        case = self._case(queries, keys, values, stand_in.view, scale, sinks)
+        planes = *keys.planes, *values.planes
+        return attend_by_kernel(case, queries, stand_in.new, planes, stand_in.view, sinks)
+
+    def _case(
+        self,
+        queries: mx.array,
+        keys: mx.array | Packed,
+        values: mx.array | Packed,
+        view: PagedView,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> KernelCase:
+        _, heads, size, key_dim = keys.shape
+        dtype, quantization = _format(keys)
+        case = KernelCase(
+            kv_heads=heads,
+            group=queries.shape[1] // heads,
+            key_dim=key_dim,
+            value_dim=values.shape[-1],
+            dtype=dtype,
+            page_size=size,
+            window=view.spec.window,
+            scale=float(scale),
+            sinks=None if sinks is None else sinks.dtype,
+            quantization=quantization,
+        )
+        self.cases.add(case)
+        return case
+
+
+def _format(pool: mx.array | Packed) -> tuple[mx.Dtype, Quantization | None]:
+    return (pool.scales.dtype, pool.quantization) if isinstance(pool, Packed) else (pool.dtype, None)
+
+
 DecodeVariant = Gathered | InPlace
+
+_VARIANTS: dict[str, type[DecodeVariant]] = {
+    variant.name: variant for variant in (Gathered, Grouped, InPlace, Kernel)
+}
 
 
 def variant(name: str) -> DecodeVariant:
     """Raises KeyError for a name that is no variant."""
-    classes: dict[str, type[DecodeVariant]] = {"gathered": Gathered, "grouped": Grouped, "in_place": InPlace}
-    return classes[name]()
+    return _VARIANTS[name]()
 
 
 def model_modules(model: nn.Module) -> list[ModuleType]:
@@ -138,7 +231,7 @@ def _attend_mixed(
     """Attention of rows of both sorts: all rows read both pools, and each keeps what it read of its own."""
     dense = stand_in.dense
     return stand_in.choose(
-        InPlace().attend(queries, dense.keys, dense.values, dense.view, scale, sinks),
+        InPlace().attend(queries, dense.keys, dense.values, dense, scale, sinks),
         attend_packed_pages(stand_in.packed, queries, scale, sinks),
     )
 
@@ -164,10 +257,12 @@ class _Redirect:
         if isinstance(cache, PagedStandIn):
             chosen = cache.view.attention
             if isinstance(chosen, InPlace):
-                return chosen.attend(queries, keys, values, cache.view, scale, extra.get("sinks"))
+                return chosen.attend(queries, keys, values, cache, scale, extra.get("sinks"))
         if isinstance(cache, DelayedStandIn):
             return _attend_mixed(cache, queries, scale, extra.get("sinks"))
         if isinstance(cache, QuantizedStandIn):
+            if isinstance(cache.view.attention, Kernel):
+                return cache.view.attention.attend_packed(cache, queries, scale, extra.get("sinks"))
             return attend_packed_pages(cache, queries, scale, extra.get("sinks"))
         if isinstance(cache, QuantizedPrefill):
             return cache.attend(queries, scale, mask, extra.get("sinks"))

@@ -3,7 +3,7 @@
 import gc
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -11,9 +11,11 @@ from typing import Literal
 import mlx.core as mx
 from msgspec.structs import replace
 
-from mlxd.batching import tuning
+from mlxd.batching import kernel_check, tuning
+from mlxd.batching.attention import Kernel
+from mlxd.batching.attention_kernel import is_supported
 from mlxd.batching.blas import ensure_blas
-from mlxd.batching.errors import ModelError
+from mlxd.batching.errors import ModelError, SettingError
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
@@ -21,13 +23,17 @@ from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
 from mlxd.batching.tuning import TimeBox
+from mlxd.caches.kinds import Layer
+from mlxd.caches.paged import LayerShape
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
-_VARIANTS = ("in_place", "gathered")
-_PACKED_VARIANTS = ("in_place",)
+Attention = Literal["auto", "in_place", "gathered", "kernel"]
+
+_BUILT_IN = ("in_place", "gathered")
+_PACKED_BUILT_IN = ("in_place",)
 _LAST_RESORT = ("grouped",)
 """Right for few models, so tried only where none of the others is."""
 
@@ -64,7 +70,7 @@ def load_runner(
     checkpoints: float,
     quantization: Quantization | None,
     compile: Literal["auto", "on", "off"],
-    attention: Literal["auto", "in_place", "gathered"],
+    attention: Attention,
     warmup_s: float,
     progress: Progress,
 ) -> MlxRunner:
@@ -84,6 +90,9 @@ def load_runner(
     blas = ensure_blas()
     if blas.warning:
         logger.warning("%s", blas.warning)
+    if attention == "kernel" and not mx.cuda.is_available():
+        sentence = f"is 'kernel', which needs MLX's CUDA device; this machine has its {device_name()} device"
+        raise SettingError(("decode", "attention"), sentence)
     folder = resolve(model_path, progress)
     with blaming_path(model_path):
         loaded = load_model(folder, progress, max_model_len, name=model_path)
@@ -127,10 +136,8 @@ def load_runner(
     )
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
-    variants = (
-        (attention,) if attention != "auto" else _VARIANTS if quantization is None else _PACKED_VARIANTS
-    )
-    right = _self_test(runner, loaded, memory, variants, quantization, progress)
+    trials = _trials(attention, layers, size, quantization)
+    right = _self_test(runner, loaded, memory, trials, quantization, progress)
     _tune(runner, memory, right, compile, TimeBox(left_s), progress)
     runner.step.compiled_steps = runner.step.eager_steps = 0  # these count service
     gc.collect()
@@ -139,11 +146,30 @@ def load_runner(
     return runner
 
 
+def _trials(
+    attention: Attention, layers: Sequence[Layer], page_size: int, quantization: Quantization | None
+) -> list[tuple[str, ...]]:
+    """Attention variants to try; those after the first only where none before them is right."""
+    built_in = _BUILT_IN if quantization is None else _PACKED_BUILT_IN
+    last_resort = [_LAST_RESORT] if "gathered" in built_in else []
+    if attention == "kernel":
+        return [("kernel",), built_in, *last_resort]
+    if attention != "auto":
+        return [(attention,), *(last_resort if attention == "gathered" else [])]
+    shapes = [layer.shape for layer in layers if isinstance(layer.shape, LayerShape)]
+    has_kernel = mx.cuda.is_available() and any(
+        is_supported(shape.key_dim, shape.value_dim, shape.dtype, page_size, quantization) for shape in shapes
+    )
+    if has_kernel and not (quantization and quantization.start):
+        return [("kernel", *built_in), *last_resort]
+    return [built_in, *last_resort]
+
+
 def _self_test(
     runner: MlxRunner,
     loaded: LoadedModel,
     memory: MemoryPlan,
-    variants: tuple[str, ...],
+    trials: list[tuple[str, ...]],
     quantization: Quantization | None,
     progress: Progress,
 ) -> list[str]:
@@ -160,8 +186,8 @@ def _self_test(
         progress("self-test", 0.0)
         oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary))
     faults: list[str] = []
-    last_resort = _LAST_RESORT if "gathered" in variants else ()
-    for names, num_rows in ((variants, len(ragged)), (last_resort, len(ragged)), (variants, 1)):
+    alone = tuple(name for names in trials for name in names if name not in _LAST_RESORT)
+    for names, num_rows in (*((names, len(ragged)) for names in trials), (alone, 1)):
         if num_rows == 1:
             runner.describe(max_batch=1, batching=f"one row at a time: {'; '.join(faults)}")
             faults.clear()
@@ -170,18 +196,15 @@ def _self_test(
             still_here = partial(progress, "self-test", index / len(names))
             still_here()
             runner.set_attention(name)
-            rows = slice(num_rows)
-            fault = fault_in(
-                runner, memory, oracle[rows], ragged[rows], still_here, quantization=quantization
-            )
+            fault = _fault_in(runner, memory, oracle[:num_rows], ragged[:num_rows], still_here, quantization)
             if fault is None:
                 right.append(name)
             else:
+                if name == "kernel":
+                    runner.describe(kernel=f"not used: {fault}")
                 runner.reset()
                 faults.append(f"{name}: {fault}")
-                logger.warning(
-                    "self-test failed attention=%s rows=%d fault=%s", name, len(ragged[rows]), fault
-                )
+                logger.warning("self-test failed attention=%s rows=%d fault=%s", name, num_rows, fault)
         progress("self-test", 1.0)
         if right:
             return right
@@ -189,6 +212,22 @@ def _self_test(
     if quantization is not None:
         raise tuning.cannot_be_packed(failure)
     raise ModelError(f"{loaded.path}: {failure}")
+
+
+def _fault_in(
+    runner: MlxRunner,
+    memory: MemoryPlan,
+    oracle: Sequence[Sequence[mx.array]],
+    ragged: Sequence[Sequence[int]],
+    still_here: Callable[[], None],
+    quantization: Quantization | None,
+) -> str | None:
+    """What is wrong with the runner's attention variant, in the whole model or, of the kernel, by itself."""
+    fault = fault_in(runner, memory, oracle, ragged, still_here, quantization=quantization)
+    if fault is None and isinstance(runner.attention, Kernel):
+        still_here()
+        return kernel_check.fault_in(runner.attention.cases)
+    return fault
 
 
 def _tune(

@@ -22,10 +22,13 @@ def device_name() -> str:
 
 
 def device_memory_bytes() -> int:
-    """Memory the device may use in all; on the CPU, what the system could still give away."""
-    if device_name() == "gpu":
-        return int(mx.device_info()["memory_size"])
-    return mx.get_active_memory() + os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory the device may use in all; on the CPU and on CUDA, what is in use here and what is free."""
+    if device_name() == "cpu":
+        return mx.get_active_memory() + os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    info = mx.device_info()
+    if mx.cuda.is_available():
+        return mx.get_active_memory() + mx.get_cache_memory() + int(info["free_memory"])
+    return int(info["memory_size"])
 
 
 def main_dtype(parameters: Iterable[mx.array]) -> mx.Dtype:

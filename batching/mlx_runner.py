@@ -148,6 +148,11 @@ class MlxRunner:
         """Identity of the whole model's state."""
         return self._whole.signature()
 
+    @property
+    def attention(self) -> DecodeVariant:
+        """The decode attention variant of row buckets for which none was chosen."""
+        return self._default_attention
+
     def set_attention(self, default: str, by_rows: Mapping[int, str] | None = None) -> None:
         """Choose the decode attention variant, by row bucket where they differ."""
         self._default_attention = variant(default)

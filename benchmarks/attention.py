@@ -28,6 +28,7 @@ from mlxd.caches.row_group import width_bucket  # noqa: E402
 from mlxd.caches.sizing import GroupSpec  # noqa: E402
 
 Step = Callable[[], list[mx.array]]
+VARIANTS = ("in_place", "gathered", "kernel") if mx.cuda.is_available() else ("in_place", "gathered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def paged_step(name: str, page_size: int, rows: int, context: int, heads: Heads,
         pools.clear()
         keys, values = stand_in.update_and_fetch(new, new)
         if isinstance(attention, InPlace):
-            out = attention.attend(queries, keys, values, view, heads.scale, None)
+            out = attention.attend(queries, keys, values, stand_in, heads.scale, None)
         else:
             mask = attention.mask(view)
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=heads.scale, mask=mask)
@@ -119,7 +120,7 @@ def measure(rows: int, context: int, heads: Heads, page_sizes: Sequence[int], re
     padded = best_ms(padded_step(rows, context, heads, dtype), repeats)
     print(json.dumps(case | {"variant": "padded", "ms": padded}), flush=True)
     for page_size in page_sizes:
-        for name in ("in_place", "gathered"):
+        for name in VARIANTS:
             ms = best_ms(paged_step(name, page_size, rows, context, heads, dtype), repeats)
             print(json.dumps(case | {"variant": name, "page_size": page_size, "ms": ms}), flush=True)
 

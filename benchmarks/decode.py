@@ -93,7 +93,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--attention", choices=("auto", "in_place", "gathered"), default="auto")
+    parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--table", action="store_true", help="print a table at the end, no JSON lines")
     parser.add_argument("--out", type=Path, help="file to append the JSON lines to")

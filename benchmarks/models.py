@@ -18,6 +18,7 @@ from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import plan_memory
 
 _TUNING_S = 60.0
+_VARIANTS = ("kernel", "in_place", "gathered") if mx.cuda.is_available() else ("in_place", "gathered")
 
 SMOLLM2 = "smollm2-135m-instruct"
 
@@ -123,7 +124,7 @@ def make_runner(
     )
     runner = MlxRunner(bench.model, layers, memory, info)
     if attention == "auto":
-        times = tuning.choose_attention(runner, memory, ("in_place", "gathered"), tuning.TimeBox(_TUNING_S))
+        times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
         attention = ", ".join(f"{min(ms, key=ms.__getitem__)} at {rows}" for rows, ms in times.items())
     else:
         runner.set_attention(attention)

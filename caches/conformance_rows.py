@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxd.caches.contract import RowCache
+from mlxd.caches.packed import Packed
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import PageTable, page_tables
 from mlxd.caches.paged_view import PagedView, PrefillView
@@ -53,6 +54,9 @@ class CopiedPages:
 
     def mask(self, view: PagedView) -> mx.array | None:
         return view.valid[:, None, None, :]
+
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
+        return False
 
 
 def _in_order(pool: mx.array, table: mx.array) -> mx.array:

@@ -45,6 +45,8 @@ class LayerShape:
 class PagedStandIn:
     """A paged layer inside a decode step: writes one position a row, reads as the variant says.
 
+    `new`: that position's keys and values, [B, n_kv_heads, 1, head_dim], once the model gave them.
+
     `keys` may be assigned, as models do to tie other arrays to them; what is assigned to `values` is dropped:
     a model that clears what it never reads would have a whole pool written at every step.
     """
@@ -54,12 +56,15 @@ class PagedStandIn:
         self._values = values
         self.view = view
         self.offset = view.positions
+        self.new: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes [B, n_kv_heads, 1, head_dim] of the new position; returns what the variant reads from."""
-        rows = self.view.write_rows(keys.shape[1])
-        self.keys = write_position(self.keys, keys, rows)
-        self._values = write_position(self._values, values, rows)
+        self.new = keys, values
+        if not self.view.attention.writes(self.keys, self._values):
+            rows = self.view.write_rows(keys.shape[1])
+            self.keys = write_position(self.keys, keys, rows)
+            self._values = write_position(self._values, values, rows)
         self._fetched = self.view.attention.fetch(self.keys, self._values, self.view)
         return self._fetched
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mlxd.caches.packed import Packed
 from mlxd.caches.page_pool import SCRATCH_PAGE
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.sizing import GroupSpec
@@ -22,6 +23,10 @@ class DecodeAttention(Protocol):
 
     def mask(self, view: "PagedView") -> mx.array | None:
         """What the model gets from `make_mask`."""
+        ...
+
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
+        """Whether the new position gets into these pools by itself, when the variant attends."""
         ...
 
 
@@ -47,6 +52,7 @@ class PagedView:
         self.positions = positions
         self.attention = attention
         self._start = start
+        self._column: mx.array | None = None
         self._write_rows: dict[int, mx.array] = {}
         self._page_rows: dict[int, mx.array] = {}
         self._valid: mx.array | None = None
@@ -61,21 +67,26 @@ class PagedView:
         return int(self.table.shape[1])
 
     @property
-    def _column(self) -> mx.array:
+    def column(self) -> mx.array:
         """int32 [B]: where the new position goes; the last column, of scratch, for rows served elsewhere."""
-        column, spec = self.positions - self._start, self.spec
-        if not spec.is_partial:
-            return column
-        serves = self.positions >= spec.since
-        if spec.until is not None:
-            serves = serves & (self.positions < spec.until)
-        return mx.where(serves, column, self.width * spec.page_size - 1)
+        if self._column is None:
+            self._column = self.positions - self._start
+            if self.spec.is_partial:
+                last = self.width * self.spec.page_size - 1
+                self._column = mx.where(self._serves, self._column, last)
+        return self._column
+
+    @property
+    def _serves(self) -> mx.array:
+        """bool [B]: rows whose position this group holds."""
+        serves = self.positions >= self.spec.since
+        return serves if self.spec.until is None else serves & (self.positions < self.spec.until)
 
     def write_rows(self, n_kv_heads: int) -> mx.array:
         """int32 [B * n_kv_heads, 1]: where the new position goes in a pool seen as rows of head_dim."""
         if n_kv_heads not in self._write_rows:
             size = self.spec.page_size
-            column = self._column
+            column = self.column
             page = mx.take_along_axis(self.table, (column // size)[:, None], axis=1)
             heads = mx.arange(n_kv_heads, dtype=mx.int32)
             rows = (page * n_kv_heads + heads) * size + (column % size)[:, None]
@@ -94,7 +105,7 @@ class PagedView:
         """bool [B, T * page_size]: columns that the new position attends to, itself included."""
         if self._valid is None:
             columns = mx.arange(self.width * self.spec.page_size, dtype=mx.int32)
-            position = self._column[:, None]
+            position = self.column[:, None]
             self._valid = columns <= position
             if self.spec.window is not None:
                 self._valid = self._valid & (columns > position - self.spec.window)

@@ -51,6 +51,8 @@ def keys_and_values(planes: Sequence[mx.array], quantization: Quantization) -> t
 class QuantizedStandIn:
     """A packed layer inside a decode step: packs one position a row and reads the pages where they lie.
 
+    `new`: planes of that position, as of `QuantizedRows`, once the model gave it.
+
     The model gets NaN from `update_and_fetch`, in the shape of the pools: only the attention seam may read,
     and it takes the planes from here. Attention outside the seam shows in the self-test.
     """
@@ -60,12 +62,15 @@ class QuantizedStandIn:
         self._quantization = quantization
         self.view = view
         self.offset = view.positions
+        self.new: list[mx.array] = []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes [B, n_kv_heads, 1, head_dim] of the new position."""
-        rows = self.view.write_rows(keys.shape[1])
-        new = planes_of(keys, values, self._quantization)
-        self._planes = [write_position(pool, n, rows) for pool, n in zip(self._planes, new, strict=True)]
+        self.new = planes_of(keys, values, self._quantization)
+        if not self.view.attention.writes(*self.pools):
+            rows = self.view.write_rows(keys.shape[1])
+            pairs = zip(self._planes, self.new, strict=True)
+            self._planes = [write_position(pool, new, rows) for pool, new in pairs]
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

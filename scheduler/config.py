@@ -119,7 +119,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`warmup_s`: most seconds spent at start on tracing graphs and timing variants."""
 
     compile: Literal["auto", "on", "off"] = "auto"
-    attention: Literal["auto", "in_place", "gathered"] = "auto"
+    attention: Literal["auto", "in_place", "gathered", "kernel"] = "auto"
     warmup_s: Seconds = 20.0
 
 
@@ -201,12 +201,20 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
             ("scheduler", "prefill_chunk"),
             f"is {chunk}; it must be a multiple of cache.page_size, {page}",
         )
-    if config.cache.quantization is not None and config.decode.attention == "gathered":
+    yield from _attention_problems(config.cache.quantization, config.decode.attention)
+    yield from _tenant_problems(config.tenants)
+
+
+def _attention_problems(quantization: Quantization | None, attention: str) -> Iterator[tuple[Keys, str]]:
+    if quantization is None:
+        return
+    if attention == "gathered":
+        yield ("decode", "attention"), "is 'gathered'; with cache.quantization pages are read where they lie"
+    if attention == "kernel" and quantization.start:
         yield (
             ("decode", "attention"),
-            "is 'gathered'; with cache.quantization pages are read in_place",
+            "is 'kernel'; with cache.quantization.start above 0 pages are read in_place",
         )
-    yield from _tenant_problems(config.tenants)
 
 
 def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:

@@ -136,7 +136,12 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         ),
         (
             "cache: {quantization: {bits: 8}}\ndecode: {attention: gathered}",
-            "x.yaml:5: decode.attention is 'gathered'; with cache.quantization pages are read in_place",
+            "x.yaml:5: decode.attention is 'gathered'; with cache.quantization pages are read where they lie",
+        ),
+        (
+            "cache: {quantization: {bits: 8, start: 64}}\ndecode: {attention: kernel}",
+            "x.yaml:5: decode.attention is 'kernel'; "
+            "with cache.quantization.start above 0 pages are read in_place",
         ),
         (
             "cache: {disk: {path: /d, max_bytes: 1000}}",

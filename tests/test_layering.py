@@ -15,11 +15,13 @@ MLX = {"mlx", "mlx_lm"}
 MLX_OWNERS = {
     "batching": {
         "attention",
+        "attention_kernel",
         "attention_quantized",
         "batch",
         "decode",
         "fast_exp",
         "gguf",
+        "kernel_check",
         "load",
         "memory",
         "mlx_runner",

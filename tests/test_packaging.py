@@ -47,7 +47,7 @@ def test_wheel_holds_every_source_file_and_nothing_else(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=200)
     (wheel,) = tmp_path.glob("mlxd-*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    suffixes = {".py", ".c", ".yaml", ".typed"}
+    suffixes = {".py", ".c", ".cu", ".yaml", ".typed"}
     sources = {
         f"mlxd/{folder}/{path.name}"
         for folder in FOLDERS.values()
