@@ -37,7 +37,11 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sockets and their limits. Sizes in bytes."""
+    """Sockets and their limits. Sizes in bytes.
+
+    `retention_s`, `retention_bytes`: how long ended requests can be told again, and how much of them is kept.
+    `resume_grace_s`: how long a request goes on without its client.
+    """
 
     submit: Address = "ipc:///tmp/mlxd.sock"
     control: Address = "ipc:///tmp/mlxd-control.sock"
@@ -47,6 +51,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_client_buffer_bytes: Annotated[int, Meta(ge=4096, le=2**40)] = 2**20
     heartbeat_ms: Annotated[int, Meta(ge=50, le=60_000)] = 500
     drain_timeout_s: Seconds = 30.0
+    retention_s: Annotated[float, Meta(ge=1, le=604_800)] = 600.0
+    retention_bytes: Annotated[int, Meta(ge=4096, le=2**40)] = 64 * 2**20
+    resume_grace_s: Seconds = 0.0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,8 @@
 """From a generate message to the prompt's token ids."""
 
+import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import UNSET
 
@@ -13,6 +15,28 @@ logger = logging.getLogger(__name__)
 INLINE_CHARS = 2_000
 INLINE_TURNS = 16
 """Longer texts and conversations are tokenised on another thread: they would hold up everyone's streams."""
+MAX_TOKENISING = 2
+"""Long prompts of one tenant that are tokenised at a time."""
+
+
+class Intake:
+    """Tokenises, long prompts on threads of its own."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(MAX_TOKENISING + 1, "mlxd-tokenise")
+        self._turns: dict[str, asyncio.Semaphore] = {}
+
+    async def prompt_ids(self, tenant: str, message: Generate, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Raises what `prompt_ids` raises. Long prompts of a tenant leave a thread to the others'."""
+        if not is_long(message):
+            return prompt_ids(message, tokenizer)
+        async with self._turns.setdefault(tenant, asyncio.Semaphore(MAX_TOKENISING)):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, prompt_ids, message, tokenizer)
+
+    def close(self) -> None:
+        """Tokenise nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def is_long(message: Generate) -> bool:
