@@ -29,13 +29,20 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = 0,
         wait_s: float = 0.0,
+        resume_s: float = 0.0,
         connect: Connect | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mlxd-client", daemon=True)
         self._thread.start()
         self._client = AsyncClient(
-            endpoint, token=token, timeout_s=timeout_s, retries=retries, wait_s=wait_s, connect=connect
+            endpoint,
+            token=token,
+            timeout_s=timeout_s,
+            retries=retries,
+            wait_s=wait_s,
+            resume_s=resume_s,
+            connect=connect,
         )
 
     def __enter__(self) -> "Client":
@@ -84,6 +91,13 @@ class Client:
         chunks = self._client.stream(
             prompt, sampling, messages=messages, token_ids=token_ids, request_id=request_id
         )
+        return self._each(chunks)
+
+    def resume(self, request_id: str, seq: int = 0) -> Generator[TextChunk, None, None]:
+        """The answer to a request that another connection made, from piece `seq` on."""
+        return self._each(self._client.resume(request_id, seq))
+
+    def _each(self, chunks: AsyncGenerator[TextChunk, None]) -> Generator[TextChunk, None, None]:
         # After a Ctrl-C the piece that was waited for is still on its way: closing has to wait for it.
         turn = asyncio.Lock()
         try:

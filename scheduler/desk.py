@@ -163,7 +163,14 @@ class Desk:
     def resume(self, session: Session, message: wire.Resume) -> None:
         """Tell a request again; raises ProtocolError "gone" where the tenant has none of this id."""
         assert session.tenant is not None, "only clients that said hello get here"
-        stream = self._find(RequestKey(session.tenant.name, message.id))
+        key = RequestKey(session.tenant.name, message.id)
+        if self.served is None:
+            loading = RejectedError(
+                "loading", "the model is loading", retryable=True, retry_after_ms=RETRY_MS
+            )
+            self._send(session, self._refusal(key, loading))
+            return
+        stream = self._find(key)
         if stream is None:
             text = "there is no such request, or it ended too long ago"
             raise ProtocolError("gone", text, request_id=message.id)

@@ -71,11 +71,12 @@ class Transcript:
             self._ends.append(end)
 
     def chunk(self, seq: int, max_bytes: int) -> wire.Chunk | None:
-        """The pieces from `seq` on as one message of about `max_bytes`, if there is one."""
+        """Pieces from `seq` on as one message of about `max_bytes`; None where there are none."""
         if seq >= len(self):
             return None
+        limit = self.num_tokens if seq < self.num_tokens else len(self)
         start = self._ends[seq - 1] if seq else 0
-        stop = max(seq + 1, bisect_right(self._ends, start + max_bytes))
+        stop = max(seq + 1, min(limit, bisect_right(self._ends, start + max_bytes)))
         return wire.Chunk(
             id=self._id,
             seq=seq,
