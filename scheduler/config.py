@@ -40,7 +40,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sockets and their limits. Sizes in bytes.
 
     `retention_s`, `retention_bytes`: how long ended requests can be told again, and how much of them is kept.
-    `resume_grace_s`: how long a request goes on without its client.
+    `resume_grace_s`: how long a request goes on without its client; None: `retention_s` where accepted
+    requests are durable, else 0.
     """
 
     submit: Address = "ipc:///tmp/mlxd.sock"
@@ -53,7 +54,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_timeout_s: Seconds = 30.0
     retention_s: Annotated[float, Meta(ge=1, le=604_800)] = 600.0
     retention_bytes: Annotated[int, Meta(ge=4096, le=2**40)] = 64 * 2**20
-    resume_grace_s: Seconds = 0.0
+    resume_grace_s: Seconds | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,6 +129,18 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     operator: bool = False
 
 
+class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`path`: an SQLite file, made if it is not there.
+
+    `fsync`: "always" survives a loss of power, "never" only the end of the process.
+    `max_bytes`: of the file; where it is full, requests are rejected.
+    """
+
+    path: Annotated[str, Meta(min_length=1)]
+    fsync: Literal["always", "never"] = "always"
+    max_bytes: Size = "1GiB"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: Literal[1]
     tenants: Annotated[tuple[TenantConfig, ...], Meta(min_length=1, max_length=10_000)]
@@ -136,6 +149,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     decode: DecodeConfig = DecodeConfig()
+    durability: Literal["none", "accepted"] = "none"
+    journal: JournalConfig | None = None
+
+    @property
+    def resume_grace_s(self) -> float:
+        if self.server.resume_grace_s is not None:
+            return self.server.resume_grace_s
+        return self.server.retention_s if self.durability == "accepted" else 0.0
 
     @classmethod
     def load(cls, path: str | Path) -> "Config":
@@ -172,6 +193,7 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
     except ValueError as error:
         yield ("cache", "budget"), str(error)
     yield from _disk_problems(config.cache)
+    yield from _journal_problems(config)
     chunk, page = config.scheduler.prefill_chunk, config.cache.page_size
     if chunk != "auto" and page != "auto" and chunk % page:
         yield (
@@ -195,6 +217,19 @@ def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
         parse_size(cache.disk.max_bytes)
     except ValueError as error:
         yield ("cache", "disk", "max_bytes"), str(error)
+
+
+def _journal_problems(config: Config) -> Iterator[tuple[Keys, str]]:
+    if config.journal is None:
+        if config.durability == "accepted":
+            yield ("durability",), "is 'accepted'; that needs journal.path"
+        return
+    if config.durability == "none":
+        yield ("journal",), "is set; with durability none nothing would be written to it"
+    try:
+        parse_size(config.journal.max_bytes)
+    except ValueError as error:
+        yield ("journal", "max_bytes"), str(error)
 
 
 def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:

@@ -1,29 +1,37 @@
 """The requests of all clients, from a generate message to its one terminal message and the time after it."""
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
-from msgspec import UNSET
 
 from mlxd.batching.runner import RunnerInfo
 from mlxd.batching.text import Tokenizer
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
-from mlxd.scheduler.config import ServerConfig, TenantConfig
+from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.errors import InvalidParamError, MlxdError, ProtocolError, RejectedError
+from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, RejectedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.intake import Intake, check_length, check_request
+from mlxd.scheduler.journal import Journal
+from mlxd.scheduler.journal_file import Entry
+from mlxd.scheduler.open_streams import OpenStreams
+from mlxd.scheduler.readers import Readers
+from mlxd.scheduler.replies import reply_of
 from mlxd.scheduler.retention import Retention
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.stream import Stream, digest_of
 from mlxd.scheduler.transcript import Transcript
 
 RETRY_MS = 1_000
+MAX_STARTS = 3
+"""A request that the daemon ended with so often is not begun again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +52,24 @@ class Desk:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: Config,
         engine: Engine,
         recorder: Recorder,
         send: Callable[[Session, wire.ServerMessage], int],
+        journal: Journal,
     ) -> None:
         """`send` must not block; it returns the frame's bytes, and may call back into `abandon`."""
         self.served: Served | None = None
         self.generated_tokens: Counter[str] = Counter()
-        self._config = config
+        self._max_unread_bytes = config.server.max_client_buffer_bytes
+        self._grace_s = config.resume_grace_s
         self._engine = engine
         self._recorder = recorder
         self._send = send
-        self._open: dict[RequestKey, Stream] = {}
-        self._num_open: Counter[str] = Counter()
-        self._detached: dict[RequestKey, float] = {}
-        self._kept = Retention(config.retention_s, config.retention_bytes, self._forget)
+        self._readers = Readers(send)
+        self._journal = journal
+        self._open = OpenStreams()
+        self._kept = Retention(config.server.retention_s, config.server.retention_bytes, self._forget)
         self._intake = Intake()
         self._beginnings: set[asyncio.Task[None]] = set()
 
@@ -86,7 +96,9 @@ class Desk:
             self._send(session, self._refusal(key, error))
             return
         stream.attach(session, 0, message.credit)
-        self._begin(stream, message, served)
+        stream.message = self._with_seed(message) if self._journal.keeps else message
+        self._open.add(stream)
+        self._begin(stream, served)
 
     def _find(self, key: RequestKey) -> Stream | None:
         return self._open.get(key) or self._kept.get(key)
@@ -105,27 +117,32 @@ class Desk:
             message = f"another request has the id {request_id!r}, or had it lately"
             raise RejectedError("id_conflict", message, retryable=False)
         limit = tenant.max_running + tenant.max_waiting
-        if self._num_open[tenant.name] >= limit:
+        if self._open.num_of(tenant.name) >= limit:
             message = f"tenant {tenant.name!r} has {limit} requests open already"
             raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
 
-    def _begin(self, stream: Stream, message: wire.Generate, served: Served) -> None:
+    def _with_seed(self, message: wire.Generate) -> wire.Generate:
+        """A restart must draw the same tokens."""
+        if message.sampling.seed is not None:
+            return message
+        sampling = msgspec.structs.replace(message.sampling, seed=secrets.randbits(64))
+        return msgspec.structs.replace(message, sampling=sampling)
+
+    def _begin(self, stream: Stream, served: Served) -> None:
         now = asyncio.get_running_loop().time()
         stream.sent_at = now
-        self._open[stream.key] = stream
-        self._num_open[stream.key.tenant] += 1
-        beginning = asyncio.create_task(self._submit(stream, message, served, now))
+        beginning = asyncio.create_task(self._submit(stream, served, now))
         self._beginnings.add(beginning)
         beginning.add_done_callback(self._beginnings.discard)
 
-    async def _submit(
-        self, stream: Stream, message: wire.Generate, served: Served, arrived_at: float
-    ) -> None:
-        tokenizer, sampling = served.tokenizer, message.sampling
+    async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
+        message, tokenizer = stream.message, served.tokenizer
+        assert message is not None, "only what was not submitted yet gets here"
+        sampling = message.sampling
         try:
             ids = await self._intake.prompt_ids(stream.key.tenant, message, tokenizer)
-            if stream.end_as == "client_gone" and stream.session is None:
-                self._close(stream)
+            if not stream.is_wanted:
+                self._end(stream)
                 return
             eos = frozenset[int]() if sampling.ignore_eos else served.info.eos_token_ids
             ending = eos.union(sampling.stop_token_ids)
@@ -141,24 +158,47 @@ class Desk:
     def _refusal(self, key: RequestKey, error: MlxdError) -> wire.Rejected | wire.Error:
         if isinstance(error, RejectedError):
             self._recorder.rejected(key.tenant, error.reason)
-            return wire.Rejected(
-                id=key.request_id,
-                reason=error.reason,
-                message=str(error),
-                retryable=error.retryable,
-                retry_after_ms=error.retry_after_ms,
-            )
-        self._recorder.bad_message(error.code)
-        field = error.field if isinstance(error, InvalidParamError) else UNSET
-        return wire.Error(id=key.request_id, code=error.code, message=str(error), field=field)
+        else:
+            self._recorder.bad_message(error.code)
+        return reply_of(error, key.request_id)
 
     def _refuse(self, stream: Stream, reply: wire.Rejected | wire.Error) -> None:
-        """In place of accepted; the id is free again."""
-        session = stream.session
-        self._close(stream)
-        stream.detach()
-        if session is not None:
-            self._send(session, reply)
+        """In place of accepted; the id is free again. What an earlier start accepted still gets its end."""
+        if not stream.is_accepted:
+            self._open.remove(stream)
+            self._readers.reply(stream, reply)
+            stream.detach()
+        elif isinstance(reply, wire.Rejected) and reply.retryable and self.served is not None:
+            asyncio.get_running_loop().call_later(RETRY_MS / 1000, self._begin, stream, self.served)
+        else:
+            code = reply.reason if isinstance(reply, wire.Rejected) else reply.code
+            self._fail(stream, code, reply.message)
+
+    def _fail(self, stream: Stream, code: str, message: str) -> None:
+        stream.transcript.terminal = wire.Error(id=stream.key.request_id, code=code, message=message)
+        stream.is_accepted = True
+        self._end(stream)
+
+    def restore(self, entry: Entry, age_s: float) -> None:
+        """Take over what an earlier start accepted. `age_s`: since its end, where it has one."""
+        assert self.served is not None, "requests need a model"
+        transcript = Transcript(entry.key.request_id)
+        stream = Stream(entry.key, entry.digest, entry.is_whole, transcript, is_accepted=True)
+        now = asyncio.get_running_loop().time()
+        if entry.record is not None:
+            stream.transcript = Transcript.restored(entry.key.request_id, entry.record)
+            self._kept.add(stream, now - age_s)
+            return
+        stream.message = entry.message
+        self._open.add(stream)
+        self._open.lost_reader(stream, now)
+        if entry.starts < MAX_STARTS:
+            self._journal.start(entry.key)
+            self._begin(stream, self.served)
+        else:
+            self._fail(
+                stream, "engine_failed", f"the daemon ended {entry.starts} times before this request did"
+            )
 
     def resume(self, session: Session, message: wire.Resume) -> None:
         """Tell a request again; raises ProtocolError "gone" where the tenant has none of this id."""
@@ -177,16 +217,8 @@ class Desk:
         self._attach(stream, session, message.seq, message.credit)
 
     def _attach(self, stream: Stream, session: Session, seq: int, credit: int | msgspec.UnsetType) -> None:
-        earlier = stream.session
-        if earlier is not None and earlier is not session:
-            stream.detach()
-            text = "another connection reads this request now"
-            self._send(earlier, wire.Error(id=stream.key.request_id, code="taken_over", message=text))
-        self._detached.pop(stream.key, None)
-        stream.attach(session, seq, credit)
-        if stream.is_accepted:
-            self._reply(stream, wire.Accepted(id=stream.key.request_id))
-            self._tell(stream)
+        self._open.found_reader(stream)
+        self._readers.attach(stream, session, seq, credit)
 
     def grant(self, session: Session, message: wire.Grant) -> None:
         """Let more bytes out, where this connection reads the request and gave credit before."""
@@ -194,7 +226,7 @@ class Desk:
         stream = self._find(RequestKey(session.tenant.name, message.id))
         if stream is not None and stream.session is session and stream.credit is not None:
             stream.credit = min(stream.credit + message.bytes, wire.MAX_CREDIT)
-            self._tell(stream)
+            self._readers.tell(stream)
 
     def cancel(self, key: RequestKey, outcome: str = "cancelled") -> bool:
         """Whether there is such an open request; its terminal message comes when the engine let go of it."""
@@ -208,33 +240,27 @@ class Desk:
 
     def abandon(self, session: Session, outcome: str) -> None:
         """A client is gone ("client_gone"), or does not read what it was sent ("slow_client")."""
-        for key in tuple(session.requests):
-            stream = self._find(key)
-            assert stream is not None, "what is kept no more has no reader"
+        for stream in self._read_by(session):
             if outcome == "client_gone":
                 stream.detach()
-                if key in self._open:
-                    self._detached[key] = asyncio.get_running_loop().time()
+                self._open.lost_reader(stream, asyncio.get_running_loop().time())
             else:
-                self.cancel(key, outcome)
-        if not self._config.resume_grace_s:
-            self._give_up_detached(float("inf"))
+                self.cancel(stream.key, outcome)
+        if not self._grace_s:
+            self._give_up_unread()
 
-    def _give_up_detached(self, detached_before: float) -> None:
-        """End the requests that have had no reader since then."""
-        while self._detached:
-            key, since = next(iter(self._detached.items()))
-            if since >= detached_before:
-                return
-            del self._detached[key]
+    def _give_up_unread(self) -> None:
+        until = asyncio.get_running_loop().time() - self._grace_s
+        for key in self._open.take_unread(until):
             self.cancel(key, "client_gone")
 
     def has_room(self, session: Session) -> None:
         """A connection took all that it had left unread."""
-        for key in tuple(session.requests):
-            stream = self._find(key)
-            assert stream is not None, "what is kept no more has no reader"
-            self._tell(stream)
+        for stream in self._read_by(session):
+            self._readers.tell(stream)
+
+    def _read_by(self, session: Session) -> list[Stream]:
+        return [stream for key in session.requests if (stream := self._find(key)) is not None]
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Tell clients what the engine told."""
@@ -245,13 +271,19 @@ class Desk:
 
     def _take(self, stream: Stream, answer: Answer, event: Event) -> None:
         match event:
-            case Accepted():
-                self._accept(stream)
+            case Accepted() if not stream.is_accepted:
+                assert stream.message is not None, "it is kept until the journal has it"
+                self._journal.accept(
+                    stream.key, stream.digest, stream.message, partial(self._journaled, stream)
+                )
             case Tokens():
                 self._take_tokens(stream, answer, event)
             case Finished():
                 answer.finished(event)
-                self._end(stream, is_wanted=event.outcome != "client_gone" or stream.session is not None)
+                if stream.refusal is not None:
+                    self._refuse(stream, stream.refusal)
+                elif stream.is_accepted:
+                    self._end(stream)
             case Rejected():
                 reply = wire.Rejected(
                     id=event.key.request_id,
@@ -262,10 +294,28 @@ class Desk:
                 )
                 self._refuse(stream, reply)
 
-    def _accept(self, stream: Stream) -> None:
-        stream.is_accepted = True
-        self._reply(stream, wire.Accepted(id=stream.key.request_id))
-        self._tell(stream)
+    def _journaled(self, stream: Stream, failure: JournalError | None) -> None:
+        """`accepted` may leave; tokens, and even the end, may be here already."""
+        if stream not in self._open:
+            return
+        has_ended = stream.transcript.terminal is not None
+        if failure is None:
+            stream.is_accepted = True
+            stream.message = None
+            self._readers.reply(stream, wire.Accepted(id=stream.key.request_id))
+            if has_ended:
+                self._end(stream)
+            else:
+                self._readers.tell(stream)
+            return
+        stream.refusal = self._refusal(
+            stream.key,
+            RejectedError(failure.reason, str(failure), retryable=True, retry_after_ms=RETRY_MS),
+        )
+        if has_ended:
+            self._refuse(stream, stream.refusal)
+        else:
+            self.cancel(stream.key, "failed")
 
     def _take_tokens(self, stream: Stream, answer: Answer, event: Tokens) -> None:
         stream.state = "running"
@@ -274,66 +324,38 @@ class Desk:
         answer.tokens(event)
         if answer.ended_by and not was_ended:
             self._engine.cancel(event.key, answer.ended_by)
-        self._tell(stream)
-        if stream.unread_bytes > self._config.max_client_buffer_bytes and not stream.end_as:
+        self._readers.tell(stream)
+        if stream.unread_bytes > self._max_unread_bytes and not stream.end_as:
             self.cancel(event.key, "slow_client")
 
-    def _end(self, stream: Stream, *, is_wanted: bool) -> None:
-        self._close(stream)
-        if is_wanted:
+    def _end(self, stream: Stream) -> None:
+        """It has its terminal message, or nobody wants it."""
+        self._open.remove(stream)
+        if stream.is_wanted:
+            self._journal.end(stream.key, stream.transcript.record())
             self._kept.add(stream, asyncio.get_running_loop().time())
-            self._tell(stream)
-
-    def _tell(self, stream: Stream) -> None:
-        """Send what there is, as far as the reader has room and gave credit."""
-        while (session := stream.session) is not None and stream.is_accepted:
-            message = stream.next_message(has_room=not session.outbox)
-            if message is None:
-                return
-            if not isinstance(message, wire.Chunk):
-                stream.detach()
-            stream.sent_at = asyncio.get_running_loop().time()
-            stream.sent(message, self._send(session, message))
-
-    def _reply(self, stream: Stream, message: wire.ServerMessage) -> None:
-        if stream.session is not None:
-            stream.sent_at = asyncio.get_running_loop().time()
-            self._send(stream.session, message)
-
-    def _close(self, stream: Stream) -> None:
-        del self._open[stream.key]
-        self._num_open[stream.key.tenant] -= 1
-        self._detached.pop(stream.key, None)
+            self._readers.tell(stream)
+        else:
+            self._journal.forget(stream.key)
 
     def _forget(self, stream: Stream) -> None:
-        session = stream.session
-        if session is not None:
-            stream.detach()
-            text = "the client did not read its messages"
-            self._send(session, wire.Error(id=stream.key.request_id, code="slow_client", message=text))
+        self._journal.forget(stream.key)
+        self._readers.dismiss(stream, "slow_client", "the client did not read its messages")
 
     def give_up(self) -> None:
         """End every open request for an engine that does not answer any more."""
-        for stream in tuple(self._open.values()):
-            text = "the engine does not answer"
-            stream.transcript.terminal = wire.Error(
-                id=stream.key.request_id, code="engine_failed", message=text
-            )
-            stream.is_accepted = True
-            self._end(stream, is_wanted=True)
+        for stream in self._open:
+            self._fail(stream, "engine_failed", "the engine does not answer")
 
     def expire(self) -> None:
         """Give up what nobody came back for in time; to be called now and then."""
-        now = asyncio.get_running_loop().time()
-        self._give_up_detached(now - self._config.resume_grace_s)
-        self._kept.expire(now)
+        self._give_up_unread()
+        self._kept.expire(asyncio.get_running_loop().time())
 
     def keep_alive(self, session: Session, quiet_since: float) -> None:
         """Show that requests which got nothing since then are still known."""
-        for key in tuple(session.requests):
-            stream = self._find(key)
-            if stream is not None and stream.sent_at <= quiet_since:
-                self._reply(stream, wire.KeepAlive(id=key.request_id, state=stream.state))
+        for stream in self._read_by(session):
+            self._readers.keep_alive(stream, quiet_since)
 
     def close(self) -> None:
         """Tokenise nothing more."""

@@ -11,6 +11,7 @@ __all__ = [
     "InvalidParamError",
     "InvalidPromptError",
     "InvalidTransitionError",
+    "JournalError",
     "MlxdError",
     "ModelError",
     "ProtocolError",
@@ -86,6 +87,14 @@ class EngineFailedError(MlxdError):
     """The engine stopped on an error of its own; every open request ended with it."""
 
     code = "engine_failed"
+
+
+class JournalError(MlxdError):
+    """The journal took nothing; `reason`: "journal_full" or "journal_failed"."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class InvalidTransitionError(MlxdError):

@@ -23,6 +23,7 @@ from mlxd.scheduler.door import LINGER_MS, MAX_STRANGERS, Door
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
+from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
 from mlxd.scheduler.reading import LARGE_BYTES, Reader, size_of
@@ -51,7 +52,14 @@ class Frontend:
     """
 
     def __init__(
-        self, config: Config, engine: Engine, recorder: Recorder, *, epoch: str, on_drain: Callable[[], None]
+        self,
+        config: Config,
+        engine: Engine,
+        recorder: Recorder,
+        *,
+        epoch: str,
+        on_drain: Callable[[], None],
+        journal: Journal,
     ) -> None:
         """Binds both sockets; owns a file at each ipc address from here on.
 
@@ -76,7 +84,7 @@ class Frontend:
             undo.callback(self._submit.close)
             self._control = self._open_door(config.server.control)
             undo.pop_all()
-        self.desk = Desk(config.server, engine, recorder, self._submit.send)
+        self.desk = Desk(config, engine, recorder, self._submit.send, journal)
 
     def _open_door(self, address: str) -> Door:
         return Door(

@@ -6,19 +6,22 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.text import Tokenizer
+from mlxd.caches.budget import parse_size
 from mlxd.metrics.exporter import Exporter, ExporterError
 from mlxd.metrics.health import judge
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.desk import Served
+from mlxd.scheduler.desk import Desk, Served
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.frontend import Frontend
+from mlxd.scheduler.journal import JournalWriter, NoJournal
+from mlxd.scheduler.journal_file import JournalFile
 
 logger = logging.getLogger(__name__)
 
@@ -75,25 +78,32 @@ class Server:
             ModelError, EngineFailedError: the model cannot be loaded.
         """
         self._config.check()
-        with self._metrics() as metrics, self._signals(handle_signals):
+        with self._metrics() as metrics, self._signals(handle_signals), self._journal() as journal:
             frontend = Frontend(
                 self._config,
                 self._engine,
                 self._recorder,
                 epoch=secrets.token_hex(8),
                 on_drain=self.request_drain,
+                journal=journal,
             )
             serving = asyncio.create_task(frontend.run())
             try:
                 self._engine.start(frontend.post, self._on_progress)
-                exit_code = await self._live(frontend, serving, metrics)
+                exit_code = await self._live(frontend, serving, journal, metrics)
             finally:
                 stopped = await self._stop(frontend, serving)
         exit_code = exit_code if stopped else 1
         logger.info("ended exit_code=%d", exit_code)
         return exit_code
 
-    async def _live(self, frontend: Frontend, serving: asyncio.Task[None], metrics: str) -> int:
+    async def _live(
+        self,
+        frontend: Frontend,
+        serving: asyncio.Task[None],
+        journal: JournalWriter | NoJournal,
+        metrics: str,
+    ) -> int:
         await self._until(lambda: self._engine.snapshot.state != "starting", serving)
         if not self._drain_requests:
             info = self._engine.wait_ready(0.0)
@@ -101,6 +111,7 @@ class Server:
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model.path)
             frontend.desk.served = Served(info, tokenizer)
+            self._restore(frontend.desk, journal)
             self._tell_ready(info, metrics)
             await self._until(lambda: self._failed, serving)
         logger.info(
@@ -108,6 +119,17 @@ class Server:
         )
         await self._until_idle(frontend)
         return 1 if self._failed else 0
+
+    def _restore(self, desk: Desk, journal: JournalWriter | NoJournal) -> None:
+        """Take over what the journal has; requests of tenants that are no more are dropped."""
+        tenants = {tenant.name for tenant in self._config.tenants}
+        for entry in journal.entries:
+            if entry.key.tenant in tenants:
+                desk.restore(entry, journal.age_s(entry))
+            else:
+                journal.forget(entry.key)
+        if journal.entries:
+            logger.info("journal: entries=%d open=%d", len(journal.entries), desk.num_open)
 
     def _tell_ready(self, info: RunnerInfo, metrics: str) -> None:
         logger.info(
@@ -170,6 +192,29 @@ class Server:
         host = self._config.server.metrics.rpartition(":")[0]
         with exporter:
             yield f"http://{host}:{exporter.port}/metrics"
+
+    @contextmanager
+    def _journal(self) -> Iterator[JournalWriter | NoJournal]:
+        """Written to its end on the way out."""
+        settings = self._config.journal
+        if settings is None:
+            yield NoJournal()
+            return
+        file = JournalFile(
+            settings.path, fsync=settings.fsync == "always", max_bytes=parse_size(settings.max_bytes)
+        )
+        loop = asyncio.get_running_loop()
+
+        def on_loop(call: Callable[[], None]) -> None:
+            with suppress(RuntimeError):  # the loop is closed when a write that hung comes back
+                loop.call_soon_threadsafe(call)
+
+        journal = JournalWriter(file, on_loop)
+        try:
+            yield journal
+        finally:
+            if not journal.close():
+                logger.error("the journal did not take what was written last")
 
     @contextmanager
     def _signals(self, handle: bool) -> Iterator[None]:

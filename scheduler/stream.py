@@ -36,6 +36,7 @@ class Stream:
         seq: pieces that were sent to the reader.
         credit: bytes of chunks that the reader takes for now; None: no limit.
         end_as: as what it is to end, where somebody wants it to.
+        message: what it was made from; None once nobody needs it any more.
         refusal: what to tell in place of an answer.
     """
 
@@ -45,13 +46,19 @@ class Stream:
     transcript: Transcript
     is_accepted: bool = False
     state: Literal["waiting", "running"] = "waiting"
+    message: wire.Generate | None = None
     answer: Answer | None = None
     session: Session | None = None
     seq: int = 0
     credit: int | None = None
     sent_at: float = 0.0
     end_as: str = ""
-    refusal: wire.Rejected | None = None
+    refusal: wire.Rejected | wire.Error | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody may ever read it."""
+        return self.session is not None or self.end_as != "client_gone"
 
     @property
     def unread_bytes(self) -> int:

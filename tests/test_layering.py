@@ -63,6 +63,7 @@ OWNERS = {
         "metrics.prometheus",
         "scheduler.client_verbs",
         "scheduler.engine",
+        "scheduler.journal",
         "scheduler.server",
     },
 }
