@@ -71,6 +71,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `prefill_chunk`: tokens a chunk, "auto" measures at start which one fits `prefill_ms`.
     `overcommit`: above 1, reservations may exceed the pages there are; rows are then preempted, recomputed.
     `cached_weight`: what a prompt token found in the prefix cache costs, as a part of one that is computed.
+    `step_timeout_s`: a step that takes longer hangs: open requests end and the process exits.
     """
 
     policy: Literal["fcfs", "fair"] = "fair"
@@ -82,6 +83,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prompt_weight: Weight = 1.0
     output_weight: Weight = 2.0
     cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    step_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 120.0
 
 
 class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

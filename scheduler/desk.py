@@ -342,10 +342,10 @@ class Desk:
         self._journal.forget(stream.key)
         self._readers.dismiss(stream, "slow_client", "the client did not read its messages")
 
-    def give_up(self) -> None:
-        """End every open request for an engine that does not answer any more."""
+    def give_up(self, why: str) -> None:
+        """End every open request of an engine that does not answer any more."""
         for stream in self._open:
-            self._fail(stream, "engine_failed", "the engine does not answer")
+            self._fail(stream, "engine_failed", why)
 
     def expire(self) -> None:
         """Give up what nobody came back for in time; to be called now and then."""

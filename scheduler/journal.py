@@ -57,6 +57,14 @@ class NoJournal:
     def forget(self, key: RequestKey) -> None:
         pass
 
+    @property
+    def is_alive(self) -> bool:
+        return True
+
+    @property
+    def busy_s(self) -> float:
+        return 0.0
+
     def age_s(self, entry: Entry) -> float:
         raise AssertionError("there are no entries")
 
@@ -68,7 +76,7 @@ class JournalWriter:
     logged: its request runs again after a restart, and ends as it did.
 
     Attributes:
-        busy_since: time.monotonic() when the write at work began; None between two writes.
+        entries: what the file had at the start.
     """
 
     keeps = True
@@ -85,7 +93,7 @@ class JournalWriter:
             ConfigError: something in the file cannot be read.
         """
         self.entries = tuple(file.load())
-        self.busy_since: float | None = None
+        self._busy_since: float | None = None
         self._file = file
         self._on_loop = on_loop
         self._wall_clock = wall_clock
@@ -96,6 +104,12 @@ class JournalWriter:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def busy_s(self) -> float:
+        """How long the write at work has taken so far; 0 between two writes."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def accept(self, key: RequestKey, digest: bytes, message: Generate, then: Then) -> None:
         def on_loop(error: JournalError | None) -> None:
@@ -130,9 +144,9 @@ class JournalWriter:
                 batch.append(self._waiting.get())
             changes = [item for item in batch if item is not None]
             is_closing = len(changes) < len(batch)
-            self.busy_since = time.monotonic()
+            self._busy_since = time.monotonic()
             self._write(changes)
-            self.busy_since = None
+            self._busy_since = None
         self._file.close()
 
     def _write(self, changes: list[tuple[Change, Then]]) -> None:
