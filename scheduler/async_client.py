@@ -52,7 +52,7 @@ class AsyncClient:
             wait_s: how long to wait for a daemon whose ipc socket is not there yet; 0 fails at once.
             resume_s: how long to try to go on with a request whose connection was lost, also after a restart
                 of the daemon; 0 raises ConnectionLostError at once. The daemon has to keep such requests: see
-                `server.resume_grace_s` and `durability`.
+                `server.resume_grace_s` and `journal`.
             connect: opens a connection; to `endpoint` by default.
         """
         self._timeout_s = timeout_s

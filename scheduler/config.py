@@ -132,13 +132,15 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`path`: an SQLite file, made if it is not there.
+    """`durability`: "accepted" writes every accepted request, and its end, to the journal.
 
+    `path`: an SQLite file, made if it is not there.
     `fsync`: "always" survives a loss of power, "never" only the end of the process.
     `max_bytes`: of the file; where it is full, requests are rejected.
     """
 
-    path: Annotated[str, Meta(min_length=1)]
+    durability: Literal["none", "accepted"] = "none"
+    path: Annotated[str, Meta(min_length=1)] | None = None
     fsync: Literal["always", "never"] = "always"
     max_bytes: Size = "1GiB"
 
@@ -151,14 +153,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     decode: DecodeConfig = DecodeConfig()
-    durability: Literal["none", "accepted"] = "none"
-    journal: JournalConfig | None = None
+    journal: JournalConfig = JournalConfig()
 
     @property
     def resume_grace_s(self) -> float:
         if self.server.resume_grace_s is not None:
             return self.server.resume_grace_s
-        return self.server.retention_s if self.durability == "accepted" else 0.0
+        return self.server.retention_s if self.journal.durability == "accepted" else 0.0
 
     @classmethod
     def load(cls, path: str | Path) -> "Config":
@@ -195,7 +196,7 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
     except ValueError as error:
         yield ("cache", "budget"), str(error)
     yield from _disk_problems(config.cache)
-    yield from _journal_problems(config)
+    yield from _journal_problems(config.journal)
     chunk, page = config.scheduler.prefill_chunk, config.cache.page_size
     if chunk != "auto" and page != "auto" and chunk % page:
         yield (
@@ -221,15 +222,11 @@ def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
         yield ("cache", "disk", "max_bytes"), str(error)
 
 
-def _journal_problems(config: Config) -> Iterator[tuple[Keys, str]]:
-    if config.journal is None:
-        if config.durability == "accepted":
-            yield ("durability",), "is 'accepted'; that needs journal.path"
-        return
-    if config.durability == "none":
-        yield ("journal",), "is set; with durability none nothing would be written to it"
+def _journal_problems(journal: JournalConfig) -> Iterator[tuple[Keys, str]]:
+    if journal.durability == "accepted" and journal.path is None:
+        yield ("journal", "path"), "is null; with durability 'accepted' it must name a file"
     try:
-        parse_size(config.journal.max_bytes)
+        parse_size(journal.max_bytes)
     except ValueError as error:
         yield ("journal", "max_bytes"), str(error)
 

@@ -220,7 +220,7 @@ class Server:
     def _journal(self) -> Iterator[JournalWriter | NoJournal]:
         """Written to its end on the way out."""
         settings = self._config.journal
-        if settings is None:
+        if settings.durability == "none" or settings.path is None:
             yield NoJournal()
             return
         file = JournalFile(

@@ -37,8 +37,7 @@ def durable_config(folder: Path, **journal: Any) -> Config:
     return msgspec.structs.replace(
         config(folder, heartbeat_ms=200),
         scheduler=SchedulerConfig(step_timeout_s=TIMEOUT_S),
-        durability="accepted",
-        journal=JournalConfig(**({"path": f"{folder}/journal"} | journal)),
+        journal=JournalConfig(**({"durability": "accepted", "path": f"{folder}/journal"} | journal)),
     )
 
 
