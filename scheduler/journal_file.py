@@ -85,12 +85,14 @@ class JournalFile:
         """Makes the file, readable by its owner alone, where there is none.
 
         Args:
-            fsync: wait in `write` until the disk has it; else a loss of power may undo the last writes.
+            fsync: wait in `write` until the disk has what was accepted; else a loss of power may undo the
+                last writes. Other changes do not wait: without them a request runs again, and ends as it did.
             max_bytes: `write` fails rather than let the file grow beyond.
         Raises:
             ConfigError: it cannot be used, is in use, or is no journal of this version.
         """
         self._path = path
+        self._fsync = fsync
         folder = Path(path).parent
         if not folder.is_dir():
             raise self._problem(f"the folder {folder} does not exist")
@@ -121,7 +123,6 @@ class JournalFile:
     def _configure(self, fsync: bool, max_bytes: int) -> None:
         self._pragma("locking_mode", "EXCLUSIVE")
         self._pragma("journal_mode", "WAL")
-        self._pragma("synchronous", "FULL" if fsync else "NORMAL")
         if fsync and sys.platform == "darwin":
             self._pragma("fullfsync", 1)
         self._pragma("max_page_count", max(1, max_bytes // int(self._pragma("page_size"))))
@@ -163,8 +164,10 @@ class JournalFile:
                 raise self._problem(f"has an entry that cannot be read: {error}") from None
 
     def write(self, changes: Sequence[Change]) -> None:
-        """All of them or none, durably. Raises JournalError."""
+        """All of them or none. Raises JournalError."""
+        is_awaited = self._fsync and any(isinstance(change, Accept) for change in changes)
         try:
+            self._pragma("synchronous", "FULL" if is_awaited else "NORMAL")
             self._db.execute("BEGIN")
             for change in changes:
                 self._apply(change)
