@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.events import RequestKey
 from mlxd.scheduler.journal_file import Accept, Change, End, Entry, Forget, JournalFile, Start
@@ -85,6 +86,7 @@ class JournalWriter:
         self,
         file: JournalFile,
         on_loop: Callable[[Callable[[], None]], None],
+        recorder: Recorder,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Reads the file, then owns it. `on_loop`: calls back on the thread that `Then`s belong to.
@@ -96,6 +98,7 @@ class JournalWriter:
         self._busy_since: float | None = None
         self._file = file
         self._on_loop = on_loop
+        self._recorder = recorder
         self._wall_clock = wall_clock
         self._waiting: queue.SimpleQueue[tuple[Change, Then] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mlxd-journal", daemon=True)
@@ -144,24 +147,24 @@ class JournalWriter:
                 batch.append(self._waiting.get())
             changes = [item for item in batch if item is not None]
             is_closing = len(changes) < len(batch)
-            self._busy_since = time.monotonic()
-            self._write(changes)
+            self._busy_since = begun = time.monotonic()
+            num_written = self._write(changes)
             self._busy_since = None
+            self._recorder.journal(num_written, len(changes) - num_written, time.monotonic() - begun)
         self._file.close()
 
-    def _write(self, changes: list[tuple[Change, Then]]) -> None:
-        """Together, or where that fails one by one: a full disk may take some of them."""
+    def _write(self, changes: list[tuple[Change, Then]]) -> int:
+        """Together, or where that fails one by one: a full disk may take some of them. How many it took."""
         try:
             self._file.write([change for change, _ in changes])
         except JournalError as error:
-            if len(changes) == 1:
-                changes[0][1](error)
-                return
-            for change in changes:
-                self._write([change])
-        else:
-            for _, then in changes:
-                then(None)
+            if len(changes) > 1:
+                return sum(self._write([change]) for change in changes)
+            changes[0][1](error)
+            return 0
+        for _, then in changes:
+            then(None)
+        return len(changes)
 
 
 def _log(error: JournalError | None) -> None:

@@ -232,7 +232,7 @@ class Server:
             with suppress(RuntimeError):  # the loop is closed when a write that hung comes back
                 loop.call_soon_threadsafe(call)
 
-        journal = JournalWriter(file, on_loop)
+        journal = JournalWriter(file, on_loop, self._recorder)
         try:
             yield journal
         finally:

@@ -107,6 +107,7 @@ def test_a_full_journal_rejects_and_what_runs_goes_on(tmp_path: Path) -> None:
             ("journal_full", True, True)
         }
         assert {end["type"] for end in ends.values()} == {"done", "rejected"}
+        assert served.metric("mlxd_journal_changes_total", result="failed") >= len(full)
         wait_until(lambda: served.metric("mlxd_requests_running", tenant="acme") == 0)
         peer.send("generate", id="later", **body(1))
         assert peer.until_terminal("later")[-1]["type"] == "done"
