@@ -111,6 +111,8 @@ class ClientRequest:
                     except (ConnectionLostError, ClientTimeoutError):
                         await asyncio.sleep(RECONNECT_S)
                     except RejectedError as error:
+                        if not error.retryable:
+                            raise
                         await asyncio.sleep(max(RECONNECT_S, error.retry_after_ms / 1000))
         except TimeoutError:
             text = f"the connection was lost and not made again within {self._resume_s:g} s"

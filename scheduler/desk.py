@@ -1,24 +1,20 @@
 """The requests of all clients, from a generate message to its one terminal message and the time after it."""
 
 import asyncio
-import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from mlxd.batching.runner import RunnerInfo
-from mlxd.batching.text import Tokenizer
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, RejectedError
-from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
-from mlxd.scheduler.intake import Intake, check_length, check_request
+from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens
+from mlxd.scheduler.intake import RETRY_MS, Intake, Served, check_message, loading, with_seed
 from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.journal_file import Entry
 from mlxd.scheduler.open_streams import OpenStreams
@@ -29,17 +25,8 @@ from mlxd.scheduler.session import Session
 from mlxd.scheduler.stream import Stream, digest_of
 from mlxd.scheduler.transcript import Transcript
 
-RETRY_MS = 1_000
 MAX_STARTS = 3
 """A request that the daemon ended with so often is not begun again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What there is once the model is loaded."""
-
-    info: RunnerInfo
-    tokenizer: Tokenizer
 
 
 class Desk:
@@ -85,7 +72,9 @@ class Desk:
         assert session.tenant is not None, "only clients that said hello get here"
         key = RequestKey(session.tenant.name, message.id)
         try:
-            served = self._check(message)
+            if self.served is None:
+                raise loading()
+            check_message(message, self.served)
             stream = Stream(key, digest_of(message), not message.stream, Transcript(message.id))
             known = self._find(key)
             if known is not None and known.digest == stream.digest:
@@ -96,20 +85,12 @@ class Desk:
             self._send(session, self._refusal(key, error))
             return
         stream.attach(session, 0, message.credit)
-        stream.message = self._with_seed(message) if self._journal.keeps else message
+        stream.message = with_seed(message) if self._journal.keeps else message
         self._open.add(stream)
-        self._begin(stream, served)
+        self._begin(stream, self.served)
 
     def _find(self, key: RequestKey) -> Stream | None:
         return self._open.get(key) or self._kept.get(key)
-
-    def _check(self, message: wire.Generate) -> Served:
-        """Raises RejectedError, InvalidParamError or InvalidPromptError."""
-        if self.served is None:
-            raise RejectedError("loading", "the model is loading", retryable=True, retry_after_ms=RETRY_MS)
-        check_request(message, self.served.info.vocab_size)
-        check_length(message, self.served.tokenizer, self.served.info.memory.max_model_len)
-        return self.served
 
     def _check_room(self, tenant: TenantConfig, is_known: bool, request_id: str) -> None:
         """Raises RejectedError. The engine judges queues exactly; this bounds what it has not seen yet."""
@@ -121,13 +102,6 @@ class Desk:
             message = f"tenant {tenant.name!r} has {limit} requests open already"
             raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
 
-    def _with_seed(self, message: wire.Generate) -> wire.Generate:
-        """A restart must draw the same tokens."""
-        if message.sampling.seed is not None:
-            return message
-        sampling = msgspec.structs.replace(message.sampling, seed=secrets.randbits(64))
-        return msgspec.structs.replace(message, sampling=sampling)
-
     def _begin(self, stream: Stream, served: Served) -> None:
         now = asyncio.get_running_loop().time()
         stream.sent_at = now
@@ -136,19 +110,12 @@ class Desk:
         beginning.add_done_callback(self._beginnings.discard)
 
     async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
-        message, tokenizer = stream.message, served.tokenizer
-        assert message is not None, "only what was not submitted yet gets here"
-        sampling = message.sampling
         try:
-            ids = await self._intake.prompt_ids(stream.key.tenant, message, tokenizer)
+            submission = await self._intake.prepare(stream, served, arrived_at)
             if not stream.is_wanted:
                 self._end(stream)
                 return
-            eos = frozenset[int]() if sampling.ignore_eos else served.info.eos_token_ids
-            ending = eos.union(sampling.stop_token_ids)
-            text = tokenizer.stream(sampling.stop)
-            stream.answer = Answer(stream.transcript, message.id, len(ids), text, ending)
-            self._engine.submit(Submission(stream.key, ids, sampling, arrived_at))
+            self._engine.submit(submission)
         except MlxdError as error:
             self._refuse(stream, self._refusal(stream.key, error))
             return
@@ -168,7 +135,7 @@ class Desk:
             self._open.remove(stream)
             self._readers.reply(stream, reply)
             stream.detach()
-        elif isinstance(reply, wire.Rejected) and reply.retryable and self.served is not None:
+        elif isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota") and self.served:
             asyncio.get_running_loop().call_later(RETRY_MS / 1000, self._begin, stream, self.served)
         else:
             code = reply.reason if isinstance(reply, wire.Rejected) else reply.code
@@ -176,7 +143,6 @@ class Desk:
 
     def _fail(self, stream: Stream, code: str, message: str) -> None:
         stream.transcript.terminal = wire.Error(id=stream.key.request_id, code=code, message=message)
-        stream.is_accepted = True
         self._end(stream)
 
     def restore(self, entry: Entry, age_s: float) -> None:
@@ -345,7 +311,12 @@ class Desk:
     def give_up(self, why: str) -> None:
         """End every open request of an engine that does not answer any more."""
         for stream in self._open:
-            self._fail(stream, "engine_failed", why)
+            if stream.is_accepted:
+                self._fail(stream, "engine_failed", why)
+            else:
+                self._journal.forget(stream.key)
+                error = wire.Error(id=stream.key.request_id, code="engine_failed", message=why)
+                self._refuse(stream, error)
 
     def expire(self) -> None:
         """Give up what nobody came back for in time; to be called now and then."""

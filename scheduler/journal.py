@@ -44,7 +44,9 @@ class NoJournal:
     """Nothing outlives the process."""
 
     keeps = False
-    entries: tuple[Entry, ...] = ()
+
+    def take_entries(self) -> list[Entry]:
+        return []
 
     def accept(self, key: RequestKey, digest: bytes, message: Generate, then: Then) -> None:
         then(None)
@@ -75,9 +77,6 @@ class JournalWriter:
 
     An acceptance that cannot be written is told to whoever waits for it. Another change that cannot is
     logged: its request runs again after a restart, and ends as it did.
-
-    Attributes:
-        entries: what the file had at the start.
     """
 
     keeps = True
@@ -94,7 +93,7 @@ class JournalWriter:
         Raises:
             ConfigError: something in the file cannot be read.
         """
-        self.entries = tuple(file.load())
+        self._entries = file.load()
         self._busy_since: float | None = None
         self._file = file
         self._on_loop = on_loop
@@ -103,6 +102,11 @@ class JournalWriter:
         self._waiting: queue.SimpleQueue[tuple[Change, Then] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mlxd-journal", daemon=True)
         self._thread.start()
+
+    def take_entries(self) -> list[Entry]:
+        """What the file had at the start; told once."""
+        entries, self._entries = self._entries, []
+        return entries
 
     @property
     def is_alive(self) -> bool:

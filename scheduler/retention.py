@@ -5,7 +5,9 @@ from collections.abc import Callable
 from mlxd.scheduler.events import RequestKey
 from mlxd.scheduler.stream import Stream
 
-_OVERHEAD_BYTES = 1024
+_STREAM_BYTES = 1024
+_PIECE_BYTES = 128
+"""What Python needs to hold a stream and each of its pieces, besides the text."""
 
 
 class Retention:
@@ -53,4 +55,5 @@ class Retention:
 
 
 def _size(stream: Stream) -> int:
-    return stream.transcript.num_bytes + _OVERHEAD_BYTES
+    transcript = stream.transcript
+    return _STREAM_BYTES + _PIECE_BYTES * len(transcript) + transcript.num_bytes

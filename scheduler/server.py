@@ -16,10 +16,11 @@ from mlxd.metrics.exporter import Exporter, ExporterError
 from mlxd.metrics.health import STALL_S, judge
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.desk import Desk, Served
+from mlxd.scheduler.desk import Desk
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.frontend import Frontend
+from mlxd.scheduler.intake import Served
 from mlxd.scheduler.journal import JournalWriter, NoJournal
 from mlxd.scheduler.journal_file import JournalFile
 from mlxd.scheduler.watchdog import Watchdog, stacks
@@ -141,13 +142,14 @@ class Server:
     def _restore(self, desk: Desk, journal: JournalWriter | NoJournal) -> None:
         """Take over what the journal has; requests of tenants that are no more are dropped."""
         tenants = {tenant.name for tenant in self._config.tenants}
-        for entry in journal.entries:
+        entries = journal.take_entries()
+        for entry in entries:
             if entry.key.tenant in tenants:
                 desk.restore(entry, journal.age_s(entry))
             else:
                 journal.forget(entry.key)
-        if journal.entries:
-            logger.info("journal: entries=%d open=%d", len(journal.entries), desk.num_open)
+        if entries:
+            logger.info("journal: entries=%d open=%d", len(entries), desk.num_open)
 
     def _tell_ready(self, info: RunnerInfo, metrics: str) -> None:
         logger.info(
@@ -171,6 +173,9 @@ class Server:
                 logger.error("engine did not stop within %s s", timeout_s)
                 frontend.desk.give_up("the engine does not answer")
                 break
+        if stopped and self._failed:
+            # Where its last events got lost, too.
+            frontend.desk.give_up("the engine failed")
         serving.cancel()
         await asyncio.wait([serving])
         await frontend.close()

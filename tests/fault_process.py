@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from wire_daemon import Peer, config, token, tokenizer, wait_until
+from wire_daemon import Peer, config, tokenizer, wait_until
 
 from mlxd.batching.fake_runner import fake_completion
 from mlxd.scheduler.config import Config, JournalConfig, SchedulerConfig
 
 PROGRAM = Path(__file__).parent / "fault_points.py"
 NUM_TOKENS = 120
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
+"""Longer than a busy machine makes a step take."""
 
 
 def body(seed: int) -> dict[str, Any]:
@@ -33,10 +34,10 @@ def tokens(messages: list[dict[str, Any]]) -> list[int]:
     return [token for message in messages for token in message.get("token_ids", ())]
 
 
-def durable_config(folder: Path, **journal: Any) -> Config:
+def durable_config(folder: Path, *, step_timeout_s: float = 60.0, **journal: Any) -> Config:
     return msgspec.structs.replace(
         config(folder, heartbeat_ms=200),
-        scheduler=SchedulerConfig(step_timeout_s=TIMEOUT_S),
+        scheduler=SchedulerConfig(step_timeout_s=step_timeout_s),
         journal=JournalConfig(**({"durability": "accepted", "path": f"{folder}/journal"} | journal)),
     )
 
@@ -112,15 +113,3 @@ class Collector:
     def stop(self) -> None:
         self._is_over.set()
         self._thread.join()
-
-
-__all__ = [
-    "Collector",
-    "FaultProcess",
-    "body",
-    "durable_config",
-    "expected",
-    "fault_process",
-    "token",
-    "tokens",
-]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fault_points import ENGINE_POINTS, JOURNAL_POINTS, POINTS
-from fault_process import Collector, body, durable_config, expected, fault_process, tokens
+from fault_process import TIMEOUT_S, Collector, body, durable_config, expected, fault_process, tokens
 from wire_daemon import TERMINAL
 
 ACTIONS = ("raise", "hang", "kill")
@@ -38,7 +38,7 @@ CASES = [
 def test_a_fault_at_any_point_gives_each_request_one_end_and_loses_none(
     tmp_path: Path, point: str, action: str
 ) -> None:
-    config = durable_config(tmp_path)
+    config = durable_config(tmp_path, step_timeout_s=TIMEOUT_S)
     with fault_process(tmp_path, config, point, action) as broken, broken.peer() as peer:
         peer.send("generate", id="done", **body(1))
         done = peer.until_terminal("done")
@@ -61,19 +61,18 @@ def test_a_fault_at_any_point_gives_each_request_one_end_and_loses_none(
     if exit_code_of(point, action) == 3:
         assert "watchdog: " in log
         assert 'File "' in log
-    check_restart(tmp_path, config, point, action, done, before)
+    check_restart(tmp_path, point, action, done, before)
 
 
 def check_restart(
     folder: Path,
-    config: Any,
     point: str,
     action: str,
     done: list[dict[str, Any]],
     before: dict[str, list[dict[str, Any]]],
 ) -> None:
     """What ended is told as it was; what was accepted ends, and what was not may be sent again."""
-    with fault_process(folder, config) as again, again.peer() as peer:
+    with fault_process(folder, durable_config(folder)) as again, again.peer() as peer:
         peer.send("resume", id="done")
         assert peer.until_terminal("done")[-1] == done[-1]
         peer.send("resume", id="open")

@@ -113,7 +113,7 @@ def test_what_is_not_kept_is_gone_alike_for_all(tmp_path: Path) -> None:
 
 
 def test_ended_requests_are_kept_up_to_a_time_and_a_size(tmp_path: Path) -> None:
-    with daemon(tmp_path, retention_s=1.0, retention_bytes=4096) as served, served.submit() as peer:
+    with daemon(tmp_path, retention_s=1.0, retention_bytes=30_000) as served, served.submit() as peer:
         for name in "abcd":
             peer.send("generate", id=name, **BODY)
             peer.until_terminal(name)
