@@ -21,13 +21,13 @@ TIMEOUT_S = 3.0
 """Longer than a busy machine makes a step take."""
 
 
-def body(seed: int) -> dict[str, Any]:
-    return {"prompt": "hello", "sampling": {"max_tokens": NUM_TOKENS, "seed": seed}}
+def body(seed: int, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    return {"prompt": "hello", "sampling": {"max_tokens": num_tokens, "seed": seed}}
 
 
-def expected(seed: int) -> list[int]:
+def expected(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
     text = tokenizer()
-    return fake_completion(text.encode("hello"), seed, NUM_TOKENS, text.vocab_size)
+    return fake_completion(text.encode("hello"), seed, num_tokens, text.vocab_size)
 
 
 def tokens(messages: list[dict[str, Any]]) -> list[int]:
