@@ -39,6 +39,7 @@ class AsyncClient:
         retries: int = 0,
         wait_s: float = 0.0,
         resume_s: float = 0.0,
+        window_bytes: int = 0,
         connect: Connect | None = None,
     ) -> None:
         """
@@ -53,11 +54,14 @@ class AsyncClient:
             resume_s: how long to try to go on with a request whose connection was lost, also after a restart
                 of the daemon; 0 raises ConnectionLostError at once. The daemon has to keep such requests: see
                 `server.resume_grace_s` and `journal`.
+            window_bytes: most bytes of a stream that may be under way and not taken from it yet; 0: no limit.
+                The daemon holds the rest, and ends the request as "slow_client" where that is too much.
             connect: opens a connection; to `endpoint` by default.
         """
         self._timeout_s = timeout_s
         self._retries = retries
         self._resume_s = resume_s
+        self._window_bytes = window_bytes
         self._connect = connect or (
             lambda: ZmqTransport.connect(endpoint, token=token, timeout_s=timeout_s, wait_s=wait_s)
         )
@@ -165,7 +169,13 @@ class AsyncClient:
             return self._connection
 
     def _request(self, message: wire.Generate | wire.Resume) -> ClientRequest:
-        return ClientRequest(message, self._connected, retries=self._retries, resume_s=self._resume_s)
+        return ClientRequest(
+            message,
+            self._connected,
+            retries=self._retries,
+            resume_s=self._resume_s,
+            window_bytes=self._window_bytes,
+        )
 
 
 def _new_id() -> str:

@@ -30,6 +30,7 @@ class Client:
         retries: int = 0,
         wait_s: float = 0.0,
         resume_s: float = 0.0,
+        window_bytes: int = 0,
         connect: Connect | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
@@ -42,6 +43,7 @@ class Client:
             retries=retries,
             wait_s=wait_s,
             resume_s=resume_s,
+            window_bytes=window_bytes,
             connect=connect,
         )
 

@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.connection import Connection, Mailbox
 from mlxd.scheduler.errors import (
@@ -16,6 +18,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
     RequestFailedError,
 )
+from mlxd.scheduler.protocol import encode
 
 MIN_RETRY_S = 0.05
 RECONNECT_S = 0.2
@@ -29,6 +32,7 @@ class ClientRequest:
         connect: the connection to use now.
         retries: how often to send it again where it was rejected as retryable.
         resume_s: how long to try to go on after a lost connection; 0: not at all.
+        window_bytes: most bytes of chunks that may be under way, unread by the caller; 0: no limit.
     """
 
     def __init__(
@@ -38,11 +42,16 @@ class ClientRequest:
         *,
         retries: int,
         resume_s: float,
+        window_bytes: int,
     ) -> None:
+        if window_bytes:
+            message = msgspec.structs.replace(message, credit=window_bytes)
         self._message = message
         self._connect = connect
         self._retries = retries
         self._resume_s = resume_s
+        self._window_bytes = window_bytes
+        self._read_bytes = 0
         self._seq = message.seq if isinstance(message, wire.Resume) else 0
         self._is_accepted = False
         self._has_ended = False
@@ -72,6 +81,7 @@ class ClientRequest:
         """The next piece, or the end; raises what `Mailbox.next` raises."""
         while True:
             try:
+                await self._grant()
                 return self._checked(await self._next())
             except ConnectionLostError:
                 if not self._resume_s:
@@ -98,10 +108,20 @@ class ClientRequest:
             self._has_ended = False
             return
 
+    async def _grant(self) -> None:
+        """Allow again what was read, half a window at a time."""
+        if self._window_bytes and self._read_bytes >= (self._window_bytes + 1) // 2:
+            assert self._connection is not None
+            num_bytes, self._read_bytes = self._read_bytes, 0
+            await self._connection.send(wire.Grant(id=self._message.id, bytes=num_bytes))
+
     async def _reopen(self) -> None:
         """Raises ConnectionLostError where the daemon does not come back in time, or forgot the request."""
         # Sent twice, the message itself does no harm; where it was not accepted it may never have arrived.
-        message = wire.Resume(id=self._message.id, seq=self._seq) if self._is_accepted else self._message
+        message = self._message
+        if self._is_accepted:
+            message = wire.Resume(id=message.id, seq=self._seq, credit=message.credit)
+        self._read_bytes = 0
         try:
             async with asyncio.timeout(self._resume_s):
                 while True:
@@ -124,6 +144,8 @@ class ClientRequest:
                 self._has_ended = True
             case wire.Chunk() if reply.seq == self._seq:
                 self._seq += max(1, len(reply.token_ids))
+                if self._window_bytes:
+                    self._read_bytes += len(encode(reply))
             case wire.Chunk():
                 text = f"piece {reply.seq} came in place of piece {self._seq}"
                 raise ProtocolError("decode", text)

@@ -19,7 +19,7 @@ from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.journal_file import Entry
 from mlxd.scheduler.open_streams import OpenStreams
 from mlxd.scheduler.readers import Readers
-from mlxd.scheduler.replies import reply_of
+from mlxd.scheduler.replies import rejection_reply, reply_of
 from mlxd.scheduler.retention import Retention
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.stream import Stream, digest_of
@@ -112,12 +112,15 @@ class Desk:
     async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
         try:
             submission = await self._intake.prepare(stream, served, arrived_at)
+            if stream not in self._open:
+                return
             if not stream.is_wanted:
                 self._end(stream)
                 return
             self._engine.submit(submission)
         except MlxdError as error:
-            self._refuse(stream, self._refusal(stream.key, error))
+            if stream in self._open:
+                self._refuse(stream, self._refusal(stream.key, error))
             return
         if stream.end_as:
             self._engine.cancel(stream.key, stream.end_as)
@@ -162,19 +165,15 @@ class Desk:
             self._journal.start(entry.key)
             self._begin(stream, self.served)
         else:
-            self._fail(
-                stream, "engine_failed", f"the daemon ended {entry.starts} times before this request did"
-            )
+            why = f"the daemon ended {entry.starts} times before this request did"
+            self._fail(stream, "engine_failed", why)
 
     def resume(self, session: Session, message: wire.Resume) -> None:
         """Tell a request again; raises ProtocolError "gone" where the tenant has none of this id."""
         assert session.tenant is not None, "only clients that said hello get here"
         key = RequestKey(session.tenant.name, message.id)
         if self.served is None:
-            loading = RejectedError(
-                "loading", "the model is loading", retryable=True, retry_after_ms=RETRY_MS
-            )
-            self._send(session, self._refusal(key, loading))
+            self._send(session, self._refusal(key, loading()))
             return
         stream = self._find(key)
         if stream is None:
@@ -239,9 +238,8 @@ class Desk:
         match event:
             case Accepted() if not stream.is_accepted:
                 assert stream.message is not None, "it is kept until the journal has it"
-                self._journal.accept(
-                    stream.key, stream.digest, stream.message, partial(self._journaled, stream)
-                )
+                told = partial(self._journaled, stream)
+                self._journal.accept(stream.key, stream.digest, stream.message, told)
             case Tokens():
                 self._take_tokens(stream, answer, event)
             case Finished():
@@ -251,14 +249,7 @@ class Desk:
                 elif stream.is_accepted:
                     self._end(stream)
             case Rejected():
-                reply = wire.Rejected(
-                    id=event.key.request_id,
-                    reason=event.reason,
-                    message=event.message,
-                    retryable=event.retryable,
-                    retry_after_ms=event.retry_after_ms,
-                )
-                self._refuse(stream, reply)
+                self._refuse(stream, rejection_reply(event))
 
     def _journaled(self, stream: Stream, failure: JournalError | None) -> None:
         """`accepted` may leave; tokens, and even the end, may be here already."""
@@ -274,10 +265,7 @@ class Desk:
             else:
                 self._readers.tell(stream)
             return
-        stream.refusal = self._refusal(
-            stream.key,
-            RejectedError(failure.reason, str(failure), retryable=True, retry_after_ms=RETRY_MS),
-        )
+        stream.refusal = self._refusal(stream.key, failure)
         if has_ended:
             self._refuse(stream, stream.refusal)
         else:
@@ -298,7 +286,7 @@ class Desk:
         """It has its terminal message, or nobody wants it."""
         self._open.remove(stream)
         if stream.is_wanted:
-            self._journal.end(stream.key, stream.transcript.record())
+            self._journal.end(stream.key, stream.transcript)
             self._kept.add(stream, asyncio.get_running_loop().time())
             self._readers.tell(stream)
         else:

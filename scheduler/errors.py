@@ -75,6 +75,13 @@ class RejectedError(MlxdError):
         self.retry_after_ms = retry_after_ms
 
 
+class JournalError(RejectedError):
+    """The journal could not take a request; `reason`: "journal_full" or "journal_failed"."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message, retryable=True, retry_after_ms=1_000)
+
+
 class RequestFailedError(MlxdError):
     """An accepted request ended with an error; `code` is "numeric", "internal", "slow_client", ..."""
 
@@ -87,14 +94,6 @@ class EngineFailedError(MlxdError):
     """The engine stopped on an error of its own; every open request ended with it."""
 
     code = "engine_failed"
-
-
-class JournalError(MlxdError):
-    """The journal took nothing; `reason`: "journal_full" or "journal_failed"."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class InvalidTransitionError(MlxdError):

@@ -12,7 +12,7 @@ from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.events import RequestKey
 from mlxd.scheduler.journal_file import Accept, Change, End, Entry, Forget, JournalFile, Start
 from mlxd.scheduler.messages import Generate
-from mlxd.scheduler.transcript import Record
+from mlxd.scheduler.transcript import Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Journal(Protocol):
 
     def start(self, key: RequestKey) -> None: ...
 
-    def end(self, key: RequestKey, record: Record) -> None: ...
+    def end(self, key: RequestKey, transcript: Transcript) -> None: ...
 
     def forget(self, key: RequestKey) -> None: ...
 
@@ -54,7 +54,7 @@ class NoJournal:
     def start(self, key: RequestKey) -> None:
         pass
 
-    def end(self, key: RequestKey, record: Record) -> None:
+    def end(self, key: RequestKey, transcript: Transcript) -> None:
         pass
 
     def forget(self, key: RequestKey) -> None:
@@ -127,8 +127,8 @@ class JournalWriter:
     def start(self, key: RequestKey) -> None:
         self._waiting.put((Start(key), _log))
 
-    def end(self, key: RequestKey, record: Record) -> None:
-        self._waiting.put((End(key, record, self._wall_clock()), _log))
+    def end(self, key: RequestKey, transcript: Transcript) -> None:
+        self._waiting.put((End(key, transcript.record(), self._wall_clock()), _log))
 
     def forget(self, key: RequestKey) -> None:
         self._waiting.put((Forget(key), _log))

@@ -14,6 +14,7 @@ from mlxd.scheduler.errors import (
     RequestFailedError,
     UnauthenticatedError,
 )
+from mlxd.scheduler.events import Rejected
 
 _PROTOCOL_CODES = frozenset(
     {
@@ -41,6 +42,16 @@ def reply_of(error: MlxdError, request_id: str) -> wire.Rejected | wire.Error:
         )
     field = error.field if isinstance(error, InvalidParamError) else UNSET
     return wire.Error(id=request_id, code=error.code, message=str(error), field=field)
+
+
+def rejection_reply(event: Rejected) -> wire.Rejected:
+    return wire.Rejected(
+        id=event.key.request_id,
+        reason=event.reason,
+        message=event.message,
+        retryable=event.retryable,
+        retry_after_ms=event.retry_after_ms,
+    )
 
 
 def error_of(reply: wire.Error) -> MlxdError:

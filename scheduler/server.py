@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 EXIT_FAILED, EXIT_HUNG = 1, 3
+SETTLE_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 10.0
 FORCED_STOP_TIMEOUT_S = 1.0
 
@@ -114,7 +115,8 @@ class Server:
     ) -> int:
         await self._until(lambda: self._is_over or self._engine.snapshot.state != "starting", serving)
         if not self._drain_requests and not self._watchdog.fault():
-            info = self._engine.wait_ready(0.0)
+            # Its snapshot is seen a moment before it says that it is ready.
+            info = self._engine.wait_ready(SETTLE_TIMEOUT_S)
             tokenizer = self._tokenizer
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model.path)

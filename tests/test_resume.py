@@ -152,6 +152,22 @@ def test_a_client_that_gives_no_credit_for_too_much_text_ends_alone(tmp_path: Pa
     assert ends["other"]["type"] == "done"
 
 
+@pytest.mark.parametrize("window_bytes", [1, 500, 100_000])
+def test_a_client_with_a_window_gets_everything_and_leaves_the_rest_with_the_daemon(
+    tmp_path: Path, window_bytes: int
+) -> None:
+    with daemon(tmp_path) as served, served.client(window_bytes=window_bytes) as client:
+        stream = client.stream("hello", SamplingParams(max_tokens=60, seed=3))
+        ids = [*next(stream).token_ids]
+        wait_until(lambda: served.metric("mlxd_requests_total", tenant="acme", outcome="length") == 1)
+        time.sleep(0.1)
+        sent = served.metric("mlxd_zmq_messages_total", direction="out", kind="chunk")
+        assert (sent < 30) == (window_bytes < 1000)
+        ids += [token for chunk in stream for token in chunk.token_ids]
+        assert ids == EXPECTED
+        assert list(client.generate("hello", SamplingParams(max_tokens=60, seed=3)).token_ids) == EXPECTED
+
+
 def test_a_client_that_may_resume_reads_through_lost_connections(tmp_path: Path) -> None:
     sampling = SamplingParams(max_tokens=60, seed=3)
     with (
