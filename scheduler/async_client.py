@@ -13,7 +13,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.client_request import ClientRequest
 from mlxd.scheduler.connection import Connection, cancel_address
-from mlxd.scheduler.errors import InvalidParamError, ProtocolError
+from mlxd.scheduler.errors import ConnectionLostError, InvalidParamError, ProtocolError
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect, ZmqTransport
 
@@ -67,6 +67,7 @@ class AsyncClient:
         )
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
+        self._is_closed = False
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -77,7 +78,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Open requests end with ConnectionLostError here, and are cancelled there."""
+        """Open requests end with ConnectionLostError here, and there as if the client had vanished."""
+        self._is_closed = True
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await connection.close()
@@ -164,6 +166,8 @@ class AsyncClient:
 
     async def _connected(self) -> Connection:
         async with self._connecting:
+            if self._is_closed:
+                raise ConnectionLostError("the client is closed")
             if self._connection is None or self._connection.is_lost:
                 self._connection = Connection(await self._connect(), self._timeout_s)
             return self._connection

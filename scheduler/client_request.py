@@ -64,7 +64,7 @@ class ClientRequest:
             try:
                 await self._open(self._message)
             except ConnectionLostError:
-                if not self._resume_s:
+                if not self._may_reopen:
                     raise
                 await self._reopen()
         except BaseException:
@@ -84,9 +84,13 @@ class ClientRequest:
                 await self._grant()
                 return self._checked(await self._next())
             except ConnectionLostError:
-                if not self._resume_s:
+                if not self._may_reopen:
                     raise
                 await self._reopen()
+
+    @property
+    def _may_reopen(self) -> bool:
+        return bool(self._resume_s) and not (self._connection is None or self._connection.is_closed)
 
     async def _open(self, message: wire.Generate | wire.Resume) -> None:
         """Send `message` until it is accepted."""

@@ -1,6 +1,7 @@
 """The journal's file: what it keeps, and what it says of files that it cannot use."""
 
 import os
+import resource
 import shutil
 import sqlite3
 from pathlib import Path
@@ -92,6 +93,22 @@ def test_a_full_file_says_so_and_takes_more_once_something_is_forgotten(tmp_path
     file.write([accept(1)])
     assert (tmp_path / "j").stat().st_size <= 2**16
     file.close()
+
+
+def test_a_disk_that_takes_no_more_is_told_and_nothing_before_is_harmed(tmp_path: Path) -> None:
+    file = journal(tmp_path / "j")
+    file.write([accept(1)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "j-wal").stat().st_size, limits[1]))
+    try:
+        with pytest.raises(JournalError, match="I/O error") as failed:
+            file.write([accept(2)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert failed.value.reason == "journal_failed"
+    file.write([accept(3)])
+    file.close()
+    assert [entry.key for entry in entries(tmp_path / "j")] == [key(1), key(3)]
 
 
 def fill(file: JournalFile) -> int:

@@ -1,5 +1,6 @@
 """Requests that outlive a connection: the same message again, resume, takeover, credit, retention."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from wire_daemon import daemon, runner, token, tokenizer, wait_until
 
 from mlxd.batching.fake_runner import fake_completion
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import ConnectionLostError, RequestFailedError
 
@@ -188,6 +190,24 @@ def test_a_client_that_may_resume_reads_through_lost_connections(tmp_path: Path)
         assert gone.value.code == "gone"
         relay.cut()
         assert list(client.generate("hello", sampling).token_ids) == EXPECTED
+
+
+def test_a_client_that_is_closed_resumes_nothing(tmp_path: Path) -> None:
+    async def close_within() -> None:
+        client = AsyncClient(served.config.server.submit, token=token("acme"), timeout_s=5.0, resume_s=5.0)
+        stream = client.stream("hello", SamplingParams(max_tokens=1000))
+        await anext(stream)
+        await client.close()
+        with pytest.raises(ConnectionLostError):
+            async for _ in stream:
+                pass
+        with pytest.raises(ConnectionLostError):
+            await client.ping()
+
+    with daemon(tmp_path, runner=runner(SLOW_STEP_S)) as served:
+        begun = time.monotonic()
+        asyncio.run(close_within())
+        assert time.monotonic() - begun < 3.0
 
 
 def test_a_client_that_may_not_resume_says_that_the_connection_is_lost(tmp_path: Path) -> None:
