@@ -26,14 +26,13 @@ from daemon import Daemon, make_config
 from figures import Line, record
 from open_loop import Due, Outcome, connect, replay
 
-from mlxd.scheduler.config import CacheConfig, Config, TenantConfig
+from mlxd.scheduler.config import CacheConfig, Config, SchedulerConfig, TenantConfig
 
 VICTIM, FLOODER = "victim", "flooder"
 RATIO = 100
 MAX_ROWS = 8
 MAX_WAITING = 32
-PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""The daemon's defaults: what it counts as service."""
+DEFAULTS = SchedulerConfig()
 
 Run = tuple[str, list[Outcome]]
 
@@ -117,7 +116,8 @@ def figures_of(outcomes: Sequence[Outcome]) -> Line:
         "rejected": sum(bool(outcome.refused) for outcome in outcomes),
         "service": round(
             sum(
-                PROMPT_WEIGHT * outcome.due.prompt_tokens + OUTPUT_WEIGHT * outcome.num_tokens
+                DEFAULTS.prompt_weight * outcome.due.prompt_tokens
+                + DEFAULTS.output_weight * outcome.num_tokens
                 for outcome in served
             )
         ),
@@ -143,10 +143,19 @@ def lines_of(runs: Sequence[Run]) -> list[Line]:
 
 
 def print_table(lines: Sequence[Line]) -> None:
-    names = [name for name in lines[0] if name not in ("policy", "tenant")]
-    print("\n| policy | tenant | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 2))
+    print(
+        "\n| policy | tenant | requests | rejected | service | first token p50 / p99, s | gap p50 / p99, ms |"
+        "\n|---|---|---|---|---|---|---|"
+    )
     for line in lines:
-        print(f"| {line['policy']} | {line['tenant']} | " + " | ".join(f"{line[n]}" for n in names) + " |")
+        counts = " | ".join(f"{line[name]:,}" for name in ("requests", "rejected", "service"))
+        first = f"{shown(line['first_token_s_p50'], 2)} / {shown(line['first_token_s_p99'], 2)}"
+        gaps = f"{shown(line['gap_ms_p50'], 0)} / {shown(line['gap_ms_p99'], 0)}"
+        print(f"| {line['policy']} | {line['tenant']} | {counts} | {first} | {gaps} |")
+
+
+def shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def print_verdict(lines: Sequence[Line]) -> None:
@@ -173,7 +182,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=48, help="flood: tokens of a prompt")
     parser.add_argument("--output", type=int, default=16, help="flood: tokens of an answer")
     parser.add_argument("--csv", type=Path, help="trace: the recording")
-    parser.add_argument("--time-scale", type=float, default=3.0)
+    parser.add_argument("--time-scale", type=float, default=2.5)
     parser.add_argument("--length-scale", type=float, default=1 / 16)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path)
