@@ -133,5 +133,10 @@ def test_what_ended_is_forgotten_after_its_time(tmp_path: Path, fsync: str) -> N
     with daemon_of(config, runner()) as served, served.submit() as peer:
         peer.send("generate", id="a", **body(1))
         peer.until_terminal("a")
-        wait_until(lambda: peer.ask("resume", id="a", seq=10_000)["type"] == "error")
+
+        def is_gone() -> bool:
+            peer.send("resume", id="a")
+            return bool(peer.until_terminal("a")[-1]["type"] == "error")
+
+        wait_until(is_gone)
     assert open_entries(tmp_path / "journal") == []
