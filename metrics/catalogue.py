@@ -129,6 +129,15 @@ class WireMetrics:
         self.client_buffer = Gauge("mlxd_client_buffer_bytes", "Bytes waiting to be sent to clients.")
 
 
+class JournalMetrics:
+    """Counted at the journal, where there is one."""
+
+    def __init__(self) -> None:
+        self.writes = Counter("mlxd_journal_writes_total", "Transactions of the journal.")
+        self.write_time = Counter("mlxd_journal_seconds_total", "Time they took.")
+        self.changes = Counter("mlxd_journal_changes_total", "Changes of requests in them.", ("result",))
+
+
 class ProcessMetrics:
     """Set once."""
 
@@ -145,6 +154,7 @@ class Catalogue:
         self.steps = StepMetrics()
         self.engine = EngineMetrics()
         self.wire = WireMetrics()
+        self.journal = JournalMetrics()
         self.process = ProcessMetrics()
 
     def __iter__(self) -> Iterator[Instrument]:

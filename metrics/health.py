@@ -41,11 +41,18 @@ def judge(snapshot: EngineSnapshot, now: float, stall_s: float = STALL_S) -> Hea
     )
 
 
+def stalled_s(snapshot: EngineSnapshot, now: float) -> float:
+    """Seconds without a step while there is work; 0 where there is none. `now`: the engine's clock."""
+    if not snapshot.waiting + snapshot.running:
+        return 0.0
+    return now - max(snapshot.last_step_at, snapshot.busy_since or snapshot.now)
+
+
 def _fault(snapshot: EngineSnapshot, now: float, stall_s: float) -> str:
     if snapshot.state == "failed":
         return f"engine failed: {snapshot.error or 'no reason given'}"
-    still_s = now - max(snapshot.last_step_at, snapshot.busy_since or snapshot.now)
-    if snapshot.waiting + snapshot.running and still_s > stall_s:
+    still_s = stalled_s(snapshot, now)
+    if still_s > stall_s:
         return (
             f"no step for {still_s:.1f} s (limit {stall_s:g} s)"
             f" with {snapshot.waiting} waiting and {snapshot.running} running"

@@ -75,6 +75,9 @@ class PrometheusRecorder:
     def clients(self, connected: int, buffered_bytes: int) -> None:
         self._tell(partial(self._tally.clients, connected, buffered_bytes))
 
+    def journal(self, written: int, failed: int, seconds: float) -> None:
+        self._tell(partial(self._tally.journal, written, failed, seconds))
+
     def describe(self) -> Iterable[Metric]:
         """Names and types alone, for the registry's check against duplicates."""
         return [_to_metric(instrument) for instrument in Catalogue()]

@@ -42,6 +42,10 @@ class Recorder(Protocol):
         """Clients there are now, and bytes waiting to be sent to them all."""
         ...
 
+    def journal(self, written: int, failed: int, seconds: float) -> None:
+        """The journal wrote what waited: that many changes, and that many it could not."""
+        ...
+
 
 class NullRecorder:
     """Forgets everything."""
@@ -68,4 +72,7 @@ class NullRecorder:
         pass
 
     def clients(self, connected: int, buffered_bytes: int) -> None:
+        pass
+
+    def journal(self, written: int, failed: int, seconds: float) -> None:
         pass

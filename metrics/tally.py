@@ -122,6 +122,13 @@ class Tally:
         self.catalogue.wire.clients.set(connected)
         self.catalogue.wire.client_buffer.set(buffered_bytes)
 
+    def journal(self, written: int, failed: int, seconds: float) -> None:
+        journal = self.catalogue.journal
+        journal.writes.add(1)
+        journal.write_time.add(seconds)
+        journal.changes.add(written, "written")
+        journal.changes.add(failed, "failed")
+
     def snapshot(self, snapshot: EngineSnapshot, unix_s: float) -> None:
         """Keep it for `show`; `unix_s` is the time of day at `snapshot.now`."""
         if snapshot.last_step_at != self._snapshot.last_step_at:

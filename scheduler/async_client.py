@@ -2,8 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -12,22 +11,14 @@ from msgspec import UNSET
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.connection import Connection, Mailbox, cancel_address
-from mlxd.scheduler.errors import (
-    ClientTimeoutError,
-    ConnectionLostError,
-    InvalidParamError,
-    MlxdError,
-    ProtocolError,
-    RejectedError,
-    RequestFailedError,
-)
+from mlxd.scheduler.client_request import ClientRequest
+from mlxd.scheduler.connection import Connection, cancel_address
+from mlxd.scheduler.errors import ConnectionLostError, InvalidParamError, ProtocolError
 from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect, ZmqTransport
 
 DEFAULT_TIMEOUT_S = 30.0
-MIN_RETRY_S = 0.05
 
 _Reply = TypeVar("_Reply", bound=wire.ServerMessage)
 
@@ -48,6 +39,8 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = 0,
         wait_s: float = 0.0,
+        resume_s: float = 0.0,
+        window_bytes: int = 0,
         connect: Connect | None = None,
     ) -> None:
         """
@@ -59,15 +52,23 @@ class AsyncClient:
             retries: how often a request that was rejected as retryable is sent again, each time after the
                 pause that the daemon asked for.
             wait_s: how long to wait for a daemon whose ipc socket is not there yet; 0 fails at once.
+            resume_s: how long to try to go on with a request whose connection was lost, also after a restart
+                of the daemon; 0 raises ConnectionLostError at once. The daemon has to keep such requests: see
+                `server.resume_grace_s` and `journal`.
+            window_bytes: most bytes of a stream that may be under way and not taken from it yet; 0: no limit.
+                The daemon holds the rest, and ends the request as "slow_client" where that is too much.
             connect: opens a connection; to `endpoint` by default.
         """
         self._timeout_s = timeout_s
         self._retries = retries
+        self._resume_s = resume_s
+        self._window_bytes = window_bytes
         self._connect = connect or (
             lambda: ZmqTransport.connect(endpoint, token=token, timeout_s=timeout_s, wait_s=wait_s)
         )
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
+        self._is_closed = False
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -78,7 +79,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Open requests end with ConnectionLostError here, and are cancelled there."""
+        """Open requests end with ConnectionLostError here, and there as if the client had vanished."""
+        self._is_closed = True
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await connection.close()
@@ -138,11 +140,27 @@ class AsyncClient:
             priority=priority,
             deadline_ms=deadline_ms,
         )
+        async for chunk in self._chunks(message):
+            yield chunk
+
+    async def resume(self, request_id: str, seq: int = 0) -> AsyncGenerator[TextChunk, None]:
+        """The answer to a request of this tenant that another connection made, from piece `seq` on.
+
+        `seq` counts the tokens that came already, and a chunk without any as one. Closing the generator early
+        does not cancel the request. Raises RequestFailedError "gone" where the daemon does not know it.
+        """
+        async for chunk in self._chunks(wire.Resume(id=request_id, seq=seq)):
+            yield chunk
+
+    async def _chunks(self, message: wire.Generate | wire.Resume) -> AsyncGenerator[TextChunk, None]:
         async with self._request(message) as request:
             while isinstance(reply := await request.next(), wire.Chunk):
                 logprobs = () if reply.logprobs is UNSET else reply.logprobs
                 yield TextChunk(reply.text, reply.token_ids, logprobs)
-            yield TextChunk("", (), (), reply.finish_reason, reply.usage)
+        text = "" if reply.text is UNSET else reply.text
+        token_ids = () if reply.token_ids is UNSET else reply.token_ids
+        logprobs = () if reply.logprobs is UNSET else reply.logprobs
+        yield TextChunk(text, token_ids, logprobs, reply.finish_reason, reply.usage)
 
     async def cancel(self, request_id: str) -> bool:
         """Whether the tenant had such an open request; it ends with RequestFailedError "cancelled"."""
@@ -175,71 +193,20 @@ class AsyncClient:
 
     async def _connected(self) -> Connection:
         async with self._connecting:
+            if self._is_closed:
+                raise ConnectionLostError("the client is closed")
             if self._connection is None or self._connection.is_lost:
                 self._connection = Connection(await self._connect(), self._timeout_s)
             return self._connection
 
-    @asynccontextmanager
-    async def _request(self, message: wire.Generate) -> AsyncIterator["_Request"]:
-        """A request that was accepted; cancelled on the way out unless it has ended."""
-        connection = await self._connected()
-        with connection.mailbox(message.id) as mailbox:
-            request = _Request(mailbox)
-            try:
-                await self._submit(connection, request, message)
-                yield request
-            finally:
-                if not (request.ended or connection.is_lost):
-                    await connection.send(wire.Cancel(id=message.id))
-
-    async def _submit(self, connection: Connection, request: "_Request", message: wire.Generate) -> None:
-        for retries_left in range(self._retries, -1, -1):
-            await connection.send(message)
-            try:
-                await request.accepted()
-            except RejectedError as error:
-                if not error.retryable or not retries_left:
-                    raise
-                await asyncio.sleep(max(MIN_RETRY_S, error.retry_after_ms / 1000))
-            else:
-                return
-
-
-class _Request:
-    """Reads one request's messages. `ended`: its terminal message came, or it never began."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.ended = False
-        self._mailbox = mailbox
-        self._seq = 0
-
-    async def accepted(self) -> None:
-        reply = await self._next()
-        if not isinstance(reply, wire.Accepted):
-            raise ProtocolError("decode", f"the daemon sent {type(reply).__name__} before accepted")
-
-    async def next(self) -> wire.Chunk | wire.Done:
-        reply = await self._next()
-        match reply:
-            case wire.Done():
-                self.ended = True
-            case wire.Chunk() if reply.seq == self._seq:
-                self._seq += 1
-            case wire.Chunk():
-                raise ConnectionLostError(f"chunk {reply.seq} came in place of chunk {self._seq}")
-            case wire.Cancelled():
-                self.ended = True
-                raise RequestFailedError("cancelled", "the request was cancelled")
-            case _:
-                raise ProtocolError("decode", f"the daemon sent {type(reply).__name__} within an answer")
-        return reply
-
-    async def _next(self) -> wire.ServerMessage:
-        try:
-            return await self._mailbox.next()
-        except MlxdError as error:
-            self.ended = not isinstance(error, ClientTimeoutError)
-            raise
+    def _request(self, message: wire.Generate | wire.Resume) -> ClientRequest:
+        return ClientRequest(
+            message,
+            self._connected,
+            retries=self._retries,
+            resume_s=self._resume_s,
+            window_bytes=self._window_bytes,
+        )
 
 
 def _new_id() -> str:

@@ -30,13 +30,22 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = 0,
         wait_s: float = 0.0,
+        resume_s: float = 0.0,
+        window_bytes: int = 0,
         connect: Connect | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mlxd-client", daemon=True)
         self._thread.start()
         self._client = AsyncClient(
-            endpoint, token=token, timeout_s=timeout_s, retries=retries, wait_s=wait_s, connect=connect
+            endpoint,
+            token=token,
+            timeout_s=timeout_s,
+            retries=retries,
+            wait_s=wait_s,
+            resume_s=resume_s,
+            window_bytes=window_bytes,
+            connect=connect,
         )
 
     def __enter__(self) -> "Client":
@@ -101,6 +110,13 @@ class Client:
             priority=priority,
             deadline_ms=deadline_ms,
         )
+        return self._each(chunks)
+
+    def resume(self, request_id: str, seq: int = 0) -> Generator[TextChunk, None, None]:
+        """The answer to a request that another connection made, from piece `seq` on."""
+        return self._each(self._client.resume(request_id, seq))
+
+    def _each(self, chunks: AsyncGenerator[TextChunk, None]) -> Generator[TextChunk, None, None]:
         # After a Ctrl-C the piece that was waited for is still on its way: closing has to wait for it.
         turn = asyncio.Lock()
         try:

@@ -39,7 +39,12 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sockets and their limits. Sizes in bytes."""
+    """Sockets and their limits. Sizes in bytes.
+
+    `retention_s`, `retention_bytes`: how long ended requests can be told again, and how much of them is kept.
+    `resume_grace_s`: how long a request goes on without its client; None: `retention_s` where accepted
+    requests are durable, else 0.
+    """
 
     submit: Address = "ipc:///tmp/mlxd.sock"
     control: Address = "ipc:///tmp/mlxd-control.sock"
@@ -49,6 +54,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_client_buffer_bytes: Annotated[int, Meta(ge=4096, le=2**40)] = 2**20
     heartbeat_ms: Annotated[int, Meta(ge=50, le=60_000)] = 500
     drain_timeout_s: Seconds = 30.0
+    retention_s: Annotated[float, Meta(ge=1, le=604_800)] = 600.0
+    retention_bytes: Annotated[int, Meta(ge=4096, le=2**40)] = 64 * 2**20
+    resume_grace_s: Seconds | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +77,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `slice_tokens`: tokens after which a row may make way for a tenant that is behind; None: never.
     `max_preemptions`: of one request, for a class or a tenant; lack of pages may add more.
     `backfill_s`: how long others may enter before a request that was next and waits for pages.
+    `step_timeout_s`: a step that takes longer hangs: open requests end and the process exits.
     """
 
     policy: PolicyName = "fair"
@@ -84,6 +93,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     slice_tokens: Positive | None = 256
     max_preemptions: Annotated[int, Meta(ge=0, le=1000)] = 3
     backfill_s: Seconds = 10.0
+    step_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 120.0
 
 
 class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,6 +161,20 @@ class TenantConfig(TenantLimits, frozen=True, kw_only=True, forbid_unknown_field
     operator: bool = False
 
 
+class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`durability`: "accepted" writes every accepted request, and its end, to the journal.
+
+    `path`: an SQLite file, made if it is not there.
+    `fsync`: "always" survives a loss of power, "never" only the end of the process.
+    `max_bytes`: of the file; where it is full, requests are rejected.
+    """
+
+    durability: Literal["none", "accepted"] = "none"
+    path: Annotated[str, Meta(min_length=1)] | None = None
+    fsync: Literal["always", "never"] = "always"
+    max_bytes: Size = "1GiB"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: Literal[1]
     tenants: Annotated[tuple[TenantConfig, ...], Meta(min_length=1, max_length=10_000)]
@@ -159,6 +183,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     decode: DecodeConfig = DecodeConfig()
+    journal: JournalConfig = JournalConfig()
+
+    @property
+    def resume_grace_s(self) -> float:
+        if self.server.resume_grace_s is not None:
+            return self.server.resume_grace_s
+        return self.server.retention_s if self.journal.durability == "accepted" else 0.0
 
     @classmethod
     def load(cls, path: str | Path) -> "Config":
@@ -195,6 +226,7 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
     except ValueError as error:
         yield ("cache", "budget"), str(error)
     yield from _disk_problems(config.cache)
+    yield from _journal_problems(config.journal)
     chunk, page = config.scheduler.prefill_chunk, config.cache.page_size
     if chunk != "auto" and page != "auto" and chunk % page:
         yield (
@@ -226,6 +258,15 @@ def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
         parse_size(cache.disk.max_bytes)
     except ValueError as error:
         yield ("cache", "disk", "max_bytes"), str(error)
+
+
+def _journal_problems(journal: JournalConfig) -> Iterator[tuple[Keys, str]]:
+    if journal.durability == "accepted" and journal.path is None:
+        yield ("journal", "path"), "is null; with durability 'accepted' it must name a file"
+    try:
+        parse_size(journal.max_bytes)
+    except ValueError as error:
+        yield ("journal", "max_bytes"), str(error)
 
 
 def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:

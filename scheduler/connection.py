@@ -70,11 +70,17 @@ class Connection:
         self._timeout_s = timeout_s
         self._mailboxes: dict[str, Mailbox] = {}
         self._failure: MlxdError | None = None
+        self._is_closed = False
         self._reader = asyncio.create_task(self._read())
 
     @property
     def is_lost(self) -> bool:
         return self._failure is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """It is lost because its own side wanted it."""
+        return self._is_closed
 
     @contextmanager
     def mailbox(self, address: str) -> Iterator[Mailbox]:
@@ -122,5 +128,6 @@ class Connection:
 
     async def close(self) -> None:
         """Whoever still waits gets ConnectionLostError."""
+        self._is_closed = True
         self._reader.cancel()
         await asyncio.wait([self._reader])

@@ -1,54 +1,36 @@
-"""The open requests of all clients, from a generate message to its one terminal message."""
+"""The requests of all clients, from a generate message to its one terminal message and the time after it."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
-from msgspec import UNSET
+import msgspec
 
-from mlxd.batching.runner import RunnerInfo
-from mlxd.batching.text import Tokenizer
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
+from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.errors import InvalidParamError, MlxdError, RejectedError
-from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
-from mlxd.scheduler.intake import check_length, check_request, is_long, prompt_ids
-from mlxd.scheduler.priority import Priority
+from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, RejectedError
+from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens
+from mlxd.scheduler.intake import RETRY_MS, Intake, Served, check_message, loading, with_seed
+from mlxd.scheduler.journal import Journal
+from mlxd.scheduler.journal_file import Entry
+from mlxd.scheduler.open_streams import OpenStreams
+from mlxd.scheduler.readers import Readers
+from mlxd.scheduler.replies import rejection_reply, reply_of
+from mlxd.scheduler.retention import Retention
 from mlxd.scheduler.session import Session
+from mlxd.scheduler.stream import Stream, digest_of
+from mlxd.scheduler.transcript import Transcript
 
-RETRY_MS = 1_000
-MAX_TOKENISING = 2
-"""Long prompts of one tenant that are tokenised at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What there is once the model is loaded."""
-
-    info: RunnerInfo
-    tokenizer: Tokenizer
-
-
-@dataclass(slots=True, eq=False)
-class _OpenRequest:
-    """`answer`: None until its prompt is tokenised and the engine has it; `end_as`: how to end it then."""
-
-    key: RequestKey
-    session: Session
-    arrived_at: float
-    sent_at: float
-    state: Literal["waiting", "running"] = "waiting"
-    answer: Answer | None = None
-    end_as: str = ""
+MAX_STARTS = 3
+"""A request that the daemon ended with so often is not begun again."""
 
 
 class Desk:
-    """Runs on the asyncio thread. `send` must not block; it may call back into `abandon`.
+    """Runs on the asyncio thread.
 
     Attributes:
         served: None until the model is loaded.
@@ -56,17 +38,26 @@ class Desk:
     """
 
     def __init__(
-        self, engine: Engine, recorder: Recorder, send: Callable[[Session, wire.ServerMessage], None]
+        self,
+        config: Config,
+        engine: Engine,
+        recorder: Recorder,
+        send: Callable[[Session, wire.ServerMessage], int],
+        journal: Journal,
     ) -> None:
+        """`send` must not block; it returns the frame's bytes, and may call back into `abandon`."""
         self.served: Served | None = None
+        self.generated_tokens: Counter[str] = Counter()
+        self._max_unread_bytes = config.server.max_client_buffer_bytes
+        self._grace_s = config.resume_grace_s
         self._engine = engine
         self._recorder = recorder
         self._send = send
-        self._open: dict[RequestKey, _OpenRequest] = {}
-        self._num_open: Counter[str] = Counter()
-        self.generated_tokens: Counter[str] = Counter()
-        self._tokenisers = ThreadPoolExecutor(MAX_TOKENISING + 1, "mlxd-tokenise")
-        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._readers = Readers(send)
+        self._journal = journal
+        self._open = OpenStreams()
+        self._kept = Retention(config.server.retention_s, config.server.retention_bytes, self._forget)
+        self._intake = Intake()
         self._beginnings: set[asyncio.Task[None]] = set()
 
     @property
@@ -74,175 +65,258 @@ class Desk:
         return len(self._open)
 
     def generate(self, session: Session, message: wire.Generate) -> None:
-        """Answer with accepted, rejected or error, now or once the prompt is tokenised."""
+        """Answer with accepted, rejected or error, now or once the prompt is tokenised.
+
+        The same message again is told the same request from its beginning.
+        """
         assert session.tenant is not None, "only clients that said hello get here"
         key = RequestKey(session.tenant.name, message.id)
         try:
-            served = self._check_room(session, key)
-            check_request(message, served.info.vocab_size)
-            check_length(message, served.tokenizer, served.info.memory.max_model_len)
+            if self.served is None:
+                raise loading()
+            check_message(message, self.served)
+            stream = Stream(key, digest_of(message), not message.stream, Transcript(message.id))
+            known = self._find(key)
+            if known is not None and known.digest == stream.digest:
+                self._attach(known, session, 0, message.credit)
+                return
+            self._check_room(session.tenant, known is not None, message.id)
         except MlxdError as error:
-            self._refuse(session, key, error)
+            self._send(session, self._refusal(key, error))
             return
+        stream.attach(session, 0, message.credit)
+        stream.message = with_seed(message) if self._journal.keeps else message
+        self._open.add(stream)
+        self._begin(stream, self.served)
+
+    def _find(self, key: RequestKey) -> Stream | None:
+        return self._open.get(key) or self._kept.get(key)
+
+    def _check_room(self, tenant: TenantConfig, is_known: bool, request_id: str) -> None:
+        """Raises RejectedError. The engine judges queues exactly; this bounds what it has not seen yet."""
+        if is_known:
+            message = f"another request has the id {request_id!r}, or had it lately"
+            raise RejectedError("id_conflict", message, retryable=False)
+        limit = tenant.max_running + tenant.max_waiting
+        if self._open.num_of(tenant.name) >= limit:
+            message = f"tenant {tenant.name!r} has {limit} requests open already"
+            raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
+
+    def _begin(self, stream: Stream, served: Served) -> None:
         now = asyncio.get_running_loop().time()
-        request = _OpenRequest(key, session, arrived_at=now, sent_at=now)
-        self._open[key] = request
-        self._num_open[key.tenant] += 1
-        session.requests.add(key)
-        beginning = asyncio.create_task(self._begin(request, message, served))
+        stream.sent_at = now
+        beginning = asyncio.create_task(self._submit(stream, served, now))
         self._beginnings.add(beginning)
         beginning.add_done_callback(self._beginnings.discard)
 
-    def _check_room(self, session: Session, key: RequestKey) -> Served:
-        """Raises RejectedError. The engine judges queues exactly; this bounds what it has not seen yet."""
-        tenant = session.tenant
-        assert tenant is not None
-        if self.served is None:
-            raise RejectedError("loading", "the model is loading", retryable=True, retry_after_ms=RETRY_MS)
-        if key in self._open:
-            message = f"request {key.request_id!r} is open already"
-            raise RejectedError("id_conflict", message, retryable=False)
-        limit = tenant.max_running + tenant.max_waiting
-        if self._num_open[key.tenant] >= limit:
-            message = f"tenant {key.tenant!r} has {limit} requests open already"
-            raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
-        return self.served
-
-    async def _begin(self, request: _OpenRequest, message: wire.Generate, served: Served) -> None:
-        tokenizer, sampling = served.tokenizer, message.sampling
+    async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
         try:
-            ids = await self._prompt_ids(request, message, tokenizer)
-            if request.session.gone:
-                self._close(request)
+            submission = await self._intake.prepare(stream, served, arrived_at)
+            if stream not in self._open:
                 return
-            eos = frozenset[int]() if sampling.ignore_eos else served.info.eos_token_ids
-            ending = eos.union(sampling.stop_token_ids)
-            text = tokenizer.stream(sampling.stop)
-            request.answer = Answer(message.id, len(ids), text, ending, stream=message.stream)
-            self._engine.submit(_submission(request, ids, message))
+            if not stream.is_wanted:
+                self._end(stream)
+                return
+            self._engine.submit(submission)
         except MlxdError as error:
-            self._close(request)
-            self._refuse(request.session, request.key, error)
+            if stream in self._open:
+                self._refuse(stream, self._refusal(stream.key, error))
             return
-        if request.end_as:
-            self._engine.cancel(request.key, request.end_as)
+        if stream.end_as:
+            self._engine.cancel(stream.key, stream.end_as)
 
-    async def _prompt_ids(
-        self, request: _OpenRequest, message: wire.Generate, tokenizer: Tokenizer
-    ) -> tuple[int, ...]:
-        """Raises what `prompt_ids` raises. Long prompts of a tenant leave a thread to the others'."""
-        if not is_long(message):
-            return prompt_ids(message, tokenizer)
-        async with self._turns.setdefault(request.key.tenant, asyncio.Semaphore(MAX_TOKENISING)):
-            if request.session.gone:
-                return ()
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._tokenisers, prompt_ids, message, tokenizer)
+    def _refusal(self, key: RequestKey, error: MlxdError) -> wire.Rejected | wire.Error:
+        if isinstance(error, RejectedError):
+            self._recorder.rejected(key.tenant, error.reason)
+        else:
+            self._recorder.bad_message(error.code)
+        return reply_of(error, key.request_id)
 
-    def _refuse(self, session: Session, key: RequestKey, error: MlxdError) -> None:
-        match error:
-            case RejectedError():
-                self._recorder.rejected(key.tenant, error.reason)
-                reply: wire.ServerMessage = wire.Rejected(
-                    id=key.request_id,
-                    reason=error.reason,
-                    message=str(error),
-                    retryable=error.retryable,
-                    retry_after_ms=error.retry_after_ms,
-                )
-            case _:
-                self._recorder.bad_message(error.code)
-                field = error.field if isinstance(error, InvalidParamError) else UNSET
-                reply = wire.Error(id=key.request_id, code=error.code, message=str(error), field=field)
-        self._send(session, reply)
+    def _refuse(self, stream: Stream, reply: wire.Rejected | wire.Error) -> None:
+        """In place of accepted; the id is free again. What an earlier start accepted still gets its end."""
+        if not stream.is_accepted:
+            self._open.remove(stream)
+            self._readers.reply(stream, reply)
+            stream.detach()
+        elif isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota") and self.served:
+            asyncio.get_running_loop().call_later(RETRY_MS / 1000, self._begin, stream, self.served)
+        else:
+            code = reply.reason if isinstance(reply, wire.Rejected) else reply.code
+            self._fail(stream, code, reply.message)
+
+    def _fail(self, stream: Stream, code: str, message: str) -> None:
+        stream.transcript.terminal = wire.Error(id=stream.key.request_id, code=code, message=message)
+        self._end(stream)
+
+    def restore(self, entry: Entry, age_s: float) -> None:
+        """Take over what an earlier start accepted. `age_s`: since its end, where it has one."""
+        assert self.served is not None, "requests need a model"
+        transcript = Transcript(entry.key.request_id)
+        stream = Stream(entry.key, entry.digest, entry.is_whole, transcript, is_accepted=True)
+        now = asyncio.get_running_loop().time()
+        if entry.record is not None:
+            stream.transcript = Transcript.restored(entry.key.request_id, entry.record)
+            self._kept.add(stream, now - age_s)
+            return
+        stream.message = entry.message
+        self._open.add(stream)
+        self._open.lost_reader(stream, now)
+        if entry.starts < MAX_STARTS:
+            self._journal.start(entry.key)
+            self._begin(stream, self.served)
+        else:
+            why = f"the daemon ended {entry.starts} times before this request did"
+            self._fail(stream, "engine_failed", why)
+
+    def resume(self, session: Session, message: wire.Resume) -> None:
+        """Tell a request again; raises ProtocolError "gone" where the tenant has none of this id."""
+        assert session.tenant is not None, "only clients that said hello get here"
+        key = RequestKey(session.tenant.name, message.id)
+        if self.served is None:
+            self._send(session, self._refusal(key, loading()))
+            return
+        stream = self._find(key)
+        if stream is None:
+            text = "there is no such request, or it ended too long ago"
+            raise ProtocolError("gone", text, request_id=message.id)
+        self._attach(stream, session, message.seq, message.credit)
+
+    def _attach(self, stream: Stream, session: Session, seq: int, credit: int | msgspec.UnsetType) -> None:
+        self._open.found_reader(stream)
+        self._readers.attach(stream, session, seq, credit)
+
+    def grant(self, session: Session, message: wire.Grant) -> None:
+        """Let more bytes out, where this connection reads the request and gave credit before."""
+        assert session.tenant is not None, "only clients that said hello get here"
+        stream = self._find(RequestKey(session.tenant.name, message.id))
+        if stream is not None and stream.session is session and stream.credit is not None:
+            stream.credit = min(stream.credit + message.bytes, wire.MAX_CREDIT)
+            self._readers.tell(stream)
 
     def cancel(self, key: RequestKey, outcome: str = "cancelled") -> bool:
         """Whether there is such an open request; its terminal message comes when the engine let go of it."""
-        request = self._open.get(key)
-        if request is None:
+        stream = self._open.get(key)
+        if stream is None:
             return False
-        if request.answer is None:
-            request.end_as = outcome
-        else:
+        stream.end_as = outcome
+        if stream.answer is not None:
             self._engine.cancel(key, outcome)
         return True
 
     def abandon(self, session: Session, outcome: str) -> None:
-        """End all requests of a client that is gone or does not read."""
-        for key in tuple(session.requests):
-            self.cancel(key, outcome)
+        """A client is gone ("client_gone"), or does not read what it was sent ("slow_client")."""
+        for stream in self._read_by(session):
+            if outcome == "client_gone":
+                stream.detach()
+                self._open.lost_reader(stream, asyncio.get_running_loop().time())
+            else:
+                self.cancel(stream.key, outcome)
+        if not self._grace_s:
+            self._give_up_unread()
+
+    def _give_up_unread(self) -> None:
+        until = asyncio.get_running_loop().time() - self._grace_s
+        for key in self._open.take_unread(until):
+            self.cancel(key, "client_gone")
+
+    def has_room(self, session: Session) -> None:
+        """A connection took all that it had left unread."""
+        for stream in self._read_by(session):
+            self._readers.tell(stream)
+
+    def _read_by(self, session: Session) -> list[Stream]:
+        return [stream for key in session.requests if (stream := self._find(key)) is not None]
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Tell clients what the engine told."""
         for event in events:
-            request = self._open.get(event.key)
-            if request is not None and request.answer is not None:
-                self._tell(request, request.answer, event)
+            stream = self._open.get(event.key)
+            if stream is not None and stream.answer is not None:
+                self._take(stream, stream.answer, event)
 
-    def _tell(self, request: _OpenRequest, answer: Answer, event: Event) -> None:
+    def _take(self, stream: Stream, answer: Answer, event: Event) -> None:
         match event:
-            case Accepted():
-                self._reply(request, wire.Accepted(id=event.key.request_id))
+            case Accepted() if not stream.is_accepted:
+                assert stream.message is not None, "it is kept until the journal has it"
+                told = partial(self._journaled, stream)
+                self._journal.accept(stream.key, stream.digest, stream.message, told)
             case Tokens():
-                request.state = "running"
-                self.generated_tokens[event.key.tenant] += len(event.token_ids)
-                was_ended = answer.ended_by
-                if (chunk := answer.tokens(event)) is not None:
-                    self._reply(request, chunk)
-                if answer.ended_by and not was_ended:
-                    self._engine.cancel(event.key, answer.ended_by)
+                self._take_tokens(stream, answer, event)
             case Finished():
-                self._close(request)
-                for message in answer.finished(event):
-                    self._reply(request, message)
+                answer.finished(event)
+                if stream.refusal is not None:
+                    self._refuse(stream, stream.refusal)
+                elif stream.is_accepted:
+                    self._end(stream)
             case Rejected():
-                self._close(request)
-                self._reply(
-                    request,
-                    wire.Rejected(
-                        id=event.key.request_id,
-                        reason=event.reason,
-                        message=event.message,
-                        retryable=event.retryable,
-                        retry_after_ms=event.retry_after_ms,
-                    ),
-                )
+                self._refuse(stream, rejection_reply(event))
 
-    def _reply(self, request: _OpenRequest, message: wire.ServerMessage) -> None:
-        request.sent_at = asyncio.get_running_loop().time()
-        self._send(request.session, message)
+    def _journaled(self, stream: Stream, failure: JournalError | None) -> None:
+        """`accepted` may leave; tokens, and even the end, may be here already."""
+        if stream not in self._open:
+            return
+        has_ended = stream.transcript.terminal is not None
+        if failure is None:
+            stream.is_accepted = True
+            stream.message = None
+            self._readers.reply(stream, wire.Accepted(id=stream.key.request_id))
+            if has_ended:
+                self._end(stream)
+            else:
+                self._readers.tell(stream)
+            return
+        stream.refusal = self._refusal(stream.key, failure)
+        if has_ended:
+            self._refuse(stream, stream.refusal)
+        else:
+            self.cancel(stream.key, "failed")
 
-    def _close(self, request: _OpenRequest) -> None:
-        del self._open[request.key]
-        self._num_open[request.key.tenant] -= 1
-        request.session.requests.discard(request.key)
+    def _take_tokens(self, stream: Stream, answer: Answer, event: Tokens) -> None:
+        stream.state = "running"
+        self.generated_tokens[event.key.tenant] += len(event.token_ids)
+        was_ended = answer.ended_by
+        answer.tokens(event)
+        if answer.ended_by and not was_ended:
+            self._engine.cancel(event.key, answer.ended_by)
+        self._readers.tell(stream)
+        if stream.unread_bytes > self._max_unread_bytes and not stream.end_as:
+            self.cancel(event.key, "slow_client")
 
-    def give_up(self) -> None:
-        """End every open request for an engine that does not answer any more."""
-        for request in tuple(self._open.values()):
-            self._close(request)
-            text = "the engine does not answer"
-            self._reply(request, wire.Error(id=request.key.request_id, code="engine_failed", message=text))
+    def _end(self, stream: Stream) -> None:
+        """It has its terminal message, or nobody wants it."""
+        self._open.remove(stream)
+        stream.answer = None
+        if stream.is_wanted:
+            self._journal.end(stream.key, stream.transcript)
+            self._kept.add(stream, asyncio.get_running_loop().time())
+            self._readers.tell(stream)
+        else:
+            self._journal.forget(stream.key)
 
-    def close(self) -> None:
-        """Tokenise nothing more."""
-        self._tokenisers.shutdown(wait=False, cancel_futures=True)
+    def _forget(self, stream: Stream) -> None:
+        self._journal.forget(stream.key)
+        self._readers.dismiss(stream, "slow_client", "the client did not read its messages")
+
+    def give_up(self, why: str) -> None:
+        """End every open request of an engine that does not answer any more."""
+        for stream in self._open:
+            if stream.is_accepted:
+                self._fail(stream, "engine_failed", why)
+            else:
+                self._journal.forget(stream.key)
+                error = wire.Error(id=stream.key.request_id, code="engine_failed", message=why)
+                self._refuse(stream, error)
+
+    def expire(self) -> None:
+        """Give up what nobody came back for in time; to be called now and then."""
+        self._give_up_unread()
+        self._kept.expire(asyncio.get_running_loop().time())
 
     def keep_alive(self, session: Session, quiet_since: float) -> None:
         """Show that requests which got nothing since then are still known."""
-        for key in tuple(session.requests):
-            request = self._open[key]
-            if request.sent_at <= quiet_since:
-                self._reply(request, wire.KeepAlive(id=key.request_id, state=request.state))
+        for stream in self._read_by(session):
+            self._readers.keep_alive(stream, quiet_since)
 
-
-def _submission(request: _OpenRequest, prompt: tuple[int, ...], message: wire.Generate) -> Submission:
-    arrived_at, deadline_ms = request.arrived_at, message.deadline_ms
-    return Submission(
-        key=request.key,
-        prompt=prompt,
-        sampling=message.sampling,
-        arrived_at=arrived_at,
-        priority=Priority.of(message.priority),
-        deadline=None if deadline_ms is UNSET else arrived_at + deadline_ms / 1000,
-    )
+    def close(self) -> None:
+        """Tokenise nothing more."""
+        self._intake.close()

@@ -36,7 +36,8 @@ class _Push(Enum):
 class Door:
     """Sends without ever blocking: what a peer does not take waits in its own bounded outbox.
 
-    `on_gone` and `on_slow` are called once a session, from inside `send` or the flushing task.
+    `on_gone` and `on_slow` are called once a session, from inside `send` or the flushing task; `on_room` when
+    a session took all that waited for it.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Door:
         *,
         on_gone: Callable[[Session], None],
         on_slow: Callable[[Session], None],
+        on_room: Callable[[Session], None],
     ) -> None:
         """Binds.
 
@@ -58,6 +60,7 @@ class Door:
         self._recorder = recorder
         self._on_gone = on_gone
         self._on_slow = on_slow
+        self._on_room = on_room
         self.clients: set[Session] = set()
         self._backlog: set[Session] = set()
         self._has_backlog = asyncio.Event()
@@ -90,10 +93,14 @@ class Door:
         """Close connections that said no good hello within HELLO_WITHIN_S."""
         self._connections.shut_strangers(asyncio.get_running_loop().time() - HELLO_WITHIN_S)
 
-    def send(self, session: Session, message: wire.ServerMessage) -> None:
-        """Send or keep; a peer that is gone or too slow is reported to the callbacks instead."""
+    def send(self, session: Session, message: wire.ServerMessage) -> int:
+        """Send or keep; a peer that is gone or too slow is reported to the callbacks instead.
+
+        Returns:
+            The frame's bytes.
+        """
         if session.gone or self._socket.closed:
-            return
+            return 0
         session.sent_at = asyncio.get_running_loop().time()
         self._recorder.message("out", kind_of(message))
         frame = encode(message, session.encoding)
@@ -102,6 +109,7 @@ class Door:
             self.lose(session)
         elif result is _Push.FULL:
             self._hold(session, message, frame)
+        return len(frame)
 
     def _push(self, peer: bytes, frame: bytes) -> _Push:
         # With NOBLOCK the future is done when it is returned.
@@ -157,6 +165,7 @@ class Door:
             session.outbox_bytes -= len(session.outbox.popleft())
         session.slow = False
         self._backlog.discard(session)
+        self._on_room(session)
 
     @property
     def buffered_bytes(self) -> int:

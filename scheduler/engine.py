@@ -81,6 +81,7 @@ class Engine:
         self._failure: MlxdError | None = None
         self._is_draining = False
         self._is_stopping = False
+        self._is_given_up = False
         self._snapshot = EngineSnapshot(now=clock())
         self._local: LocalClient | None = None
 
@@ -124,6 +125,19 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """The state after the last step; never changed, replaced whole."""
         return self._snapshot
+
+    @property
+    def is_alive(self) -> bool:
+        """False: its thread has ended, whatever the snapshot says."""
+        return self._thread is None or self._thread.is_alive()
+
+    def give_up(self, error: str) -> None:
+        """Declare it failed while its thread hangs, or is dead; what that thread still tells is not heard."""
+        self._is_given_up = True
+        self._failure = EngineFailedError(error)
+        self._inbox.close()
+        self._snapshot = after_failure(self._snapshot, error, self._clock())
+        self._is_settled.set()
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -258,6 +272,8 @@ class Engine:
         )
 
     def _publish(self, snapshot: EngineSnapshot) -> None:
+        if self._is_given_up:
+            return
         self._snapshot = snapshot
         self._recorder.snapshot(snapshot)
         self._is_settled.set()

@@ -11,6 +11,7 @@ __all__ = [
     "InvalidParamError",
     "InvalidPromptError",
     "InvalidTransitionError",
+    "JournalError",
     "MlxdError",
     "ModelError",
     "ProtocolError",
@@ -72,6 +73,13 @@ class RejectedError(MlxdError):
         self.reason = reason
         self.retryable = retryable
         self.retry_after_ms = retry_after_ms
+
+
+class JournalError(RejectedError):
+    """The journal could not take a request; `reason`: "journal_full" or "journal_failed"."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message, retryable=True, retry_after_ms=1_000)
 
 
 class RequestFailedError(MlxdError):

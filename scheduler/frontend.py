@@ -23,6 +23,7 @@ from mlxd.scheduler.door import LINGER_MS, MAX_STRANGERS, Door
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
+from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
 from mlxd.scheduler.reading import LARGE_BYTES, Reader, size_of
@@ -51,7 +52,14 @@ class Frontend:
     """
 
     def __init__(
-        self, config: Config, engine: Engine, recorder: Recorder, *, epoch: str, on_drain: Callable[[], None]
+        self,
+        config: Config,
+        engine: Engine,
+        recorder: Recorder,
+        *,
+        epoch: str,
+        on_drain: Callable[[], None],
+        journal: Journal,
     ) -> None:
         """Binds both sockets; owns a file at each ipc address from here on.
 
@@ -76,7 +84,7 @@ class Frontend:
             undo.callback(self._submit.close)
             self._control = self._open_door(config.server.control)
             undo.pop_all()
-        self.desk = Desk(engine, recorder, self._submit.send)
+        self.desk = Desk(config, engine, recorder, self._submit.send, journal)
 
     def _open_door(self, address: str) -> Door:
         return Door(
@@ -86,6 +94,7 @@ class Frontend:
             self._recorder,
             on_gone=lambda session: self.desk.abandon(session, "client_gone"),
             on_slow=lambda session: self.desk.abandon(session, "slow_client"),
+            on_room=lambda session: self.desk.has_room(session),
         )
 
     def post(self, events: Sequence[Event]) -> None:
@@ -202,10 +211,14 @@ class Frontend:
             raise UnauthenticatedError
         match message:
             case wire.Generate():
-                if door is not self._submit:
-                    text = "generate belongs on the submit socket"
-                    raise ProtocolError("unsupported", text, field="type", request_id=message.id)
+                self._only_on_submit(door, "generate", message.id)
                 self.desk.generate(session, message)
+            case wire.Resume():
+                self._only_on_submit(door, "resume", message.id)
+                self.desk.resume(session, message)
+            case wire.Grant():
+                self._only_on_submit(door, "grant", message.id)
+                self.desk.grant(session, message)
             case wire.Cancel():
                 found = self.desk.cancel(RequestKey(session.tenant.name, message.id))
                 result = wire.CancelReply(id=message.id, result="cancelling" if found else "not_found")
@@ -220,6 +233,11 @@ class Frontend:
                     raise ProtocolError("forbidden", text, request_id=message.id)
                 door.send(session, wire.Draining(id=message.id))
                 self._on_drain()
+
+    def _only_on_submit(self, door: Door, kind: str, request_id: str) -> None:
+        if door is not self._submit:
+            text = f"{kind} belongs on the submit socket"
+            raise ProtocolError("unsupported", text, field="type", request_id=request_id)
 
     def _greet(self, door: Door, session: Session, message: wire.Hello) -> None:
         tenant = self._credentials.tenant_of(message.token)
@@ -282,6 +300,7 @@ class Frontend:
         while True:
             await asyncio.sleep(interval)
             quiet_since = self._loop.time() - interval
+            self.desk.expire()
             for session in tuple(self._submit.clients):
                 self.desk.keep_alive(session, quiet_since)
             for door in (self._submit, self._control):

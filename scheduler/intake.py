@@ -1,18 +1,97 @@
-"""From a generate message to the prompt's token ids."""
+"""From a generate message to what the engine is handed."""
 
+import asyncio
 import logging
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import msgspec
 from msgspec import UNSET
 
+from mlxd.batching.runner import RunnerInfo
 from mlxd.batching.text import Tokenizer
+from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.errors import InvalidParamError, InvalidPromptError, RejectedError, RequestFailedError
+from mlxd.scheduler.events import Submission
 from mlxd.scheduler.messages import Generate
+from mlxd.scheduler.priority import Priority
+from mlxd.scheduler.stream import Stream
 
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS = 2_000
 INLINE_TURNS = 16
 """Longer texts and conversations are tokenised on another thread: they would hold up everyone's streams."""
+RETRY_MS = 1_000
+MAX_TOKENISING = 2
+"""Long prompts of one tenant that are tokenised at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What there is once the model is loaded."""
+
+    info: RunnerInfo
+    tokenizer: Tokenizer
+
+
+class Intake:
+    """Tokenises, long prompts on threads of its own."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(MAX_TOKENISING + 1, "mlxd-tokenise")
+        self._turns: dict[str, asyncio.Semaphore] = {}
+
+    async def prepare(self, stream: Stream, served: Served, arrived_at: float) -> Submission:
+        """What the engine is handed; gives the stream its answer. Raises what `prompt_ids` raises."""
+        message, tokenizer = stream.message, served.tokenizer
+        assert message is not None, "only what was not submitted yet gets here"
+        sampling = message.sampling
+        ids = await self.prompt_ids(stream.key.tenant, message, tokenizer)
+        eos = frozenset[int]() if sampling.ignore_eos else served.info.eos_token_ids
+        ending = eos.union(sampling.stop_token_ids)
+        text = tokenizer.stream(sampling.stop)
+        stream.answer = Answer(stream.transcript, message.id, len(ids), text, ending)
+        deadline_ms = message.deadline_ms
+        return Submission(
+            key=stream.key,
+            prompt=ids,
+            sampling=sampling,
+            arrived_at=arrived_at,
+            priority=Priority.of(message.priority),
+            deadline=None if deadline_ms is UNSET else arrived_at + deadline_ms / 1000,
+        )
+
+    async def prompt_ids(self, tenant: str, message: Generate, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Raises what `prompt_ids` raises. Long prompts of a tenant leave a thread to the others'."""
+        if not is_long(message):
+            return prompt_ids(message, tokenizer)
+        async with self._turns.setdefault(tenant, asyncio.Semaphore(MAX_TOKENISING)):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, prompt_ids, message, tokenizer)
+
+    def close(self) -> None:
+        """Tokenise nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def loading() -> RejectedError:
+    return RejectedError("loading", "the model is loading", retryable=True, retry_after_ms=RETRY_MS)
+
+
+def with_seed(message: Generate) -> Generate:
+    """So that it draws the same tokens when it is begun again."""
+    if message.sampling.seed is not None:
+        return message
+    sampling = msgspec.structs.replace(message.sampling, seed=secrets.randbits(64))
+    return msgspec.structs.replace(message, sampling=sampling)
+
+
+def check_message(message: Generate, served: Served) -> None:
+    """Raises InvalidParamError, InvalidPromptError or RejectedError, never_fits."""
+    check_request(message, served.info.vocab_size)
+    check_length(message, served.tokenizer, served.info.memory.max_model_len)
 
 
 def is_long(message: Generate) -> bool:

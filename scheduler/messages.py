@@ -13,10 +13,12 @@ from mlxd.scheduler.priority import PriorityName
 
 PROTOCOL_VERSION = 1
 MAX_ID_LENGTH = 128
+MAX_CREDIT = 2**40
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 EchoId = Annotated[str, Meta(max_length=MAX_ID_LENGTH)]
 """Optional on messages that name no request; the reply carries it back."""
+Credit = Annotated[int, Meta(ge=0, le=MAX_CREDIT)]
 
 
 DeadlineMs = Annotated[int, Meta(ge=1, le=86_400_000)]
@@ -45,6 +47,7 @@ class Generate(_FromClient, frozen=True, kw_only=True, tag="generate"):
     `stream`: text comes in chunks as it is made; otherwise all of it comes in `done`.
     `priority`: its class; a tenant's highest one may be lower.
     `deadline_ms`: from its arrival on; without its end by then it ends as expired.
+    `credit`: bytes of chunks that may be sent until `grant` allows more; unset: as fast as they are read.
     """
 
     id: RequestId
@@ -55,6 +58,25 @@ class Generate(_FromClient, frozen=True, kw_only=True, tag="generate"):
     stream: bool = True
     priority: PriorityName = "normal"
     deadline_ms: DeadlineMs | UnsetType = UNSET
+    credit: Credit | UnsetType = UNSET
+
+
+class Resume(_FromClient, frozen=True, kw_only=True, tag="resume"):
+    """Tell a request of this tenant again, from `seq` on, to this connection in place of an earlier one.
+
+    `seq`: pieces that the client has; each token is one, and a chunk without tokens is one.
+    """
+
+    id: RequestId
+    seq: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    credit: Credit | UnsetType = UNSET
+
+
+class Grant(_FromClient, frozen=True, kw_only=True, tag="grant"):
+    """`bytes` of chunks more may be sent for a request that began with `credit`."""
+
+    id: RequestId
+    bytes: Annotated[int, Meta(ge=1, le=MAX_CREDIT)]
 
 
 class Cancel(_FromClient, frozen=True, kw_only=True, tag="cancel"):
@@ -79,8 +101,8 @@ class Drain(_FromClient, frozen=True, kw_only=True, tag="drain"):
     id: EchoId = ""
 
 
-ClientMessage = Hello | Generate | Cancel | Status | Ping | Drain
-CLIENT_MESSAGE_TYPES = ("cancel", "drain", "generate", "hello", "ping", "status")
+ClientMessage = Hello | Generate | Resume | Grant | Cancel | Status | Ping | Drain
+CLIENT_MESSAGE_TYPES = ("cancel", "drain", "generate", "grant", "hello", "ping", "resume", "status")
 
 
 class _FromServer(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -123,7 +145,7 @@ class Accepted(_FromServer, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Chunk(_FromServer, frozen=True, kw_only=True, tag="chunk"):
-    """`seq` counts a request's chunks from 0.
+    """`seq`: pieces of the answer before this chunk. It holds one for each of its tokens, or one without any.
 
     Text may lag behind the ids: half a character or a possible stop string is held back.
     """

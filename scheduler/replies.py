@@ -1,4 +1,4 @@
-"""From error replies to the exceptions that a client raises."""
+"""From errors to replies, and from replies to the exceptions that a client raises."""
 
 from msgspec import UNSET
 
@@ -14,6 +14,7 @@ from mlxd.scheduler.errors import (
     RequestFailedError,
     UnauthenticatedError,
 )
+from mlxd.scheduler.events import Rejected
 
 _PROTOCOL_CODES = frozenset(
     {
@@ -27,6 +28,30 @@ _PROTOCOL_CODES = frozenset(
         "unsupported",
     }
 )
+
+
+def reply_of(error: MlxdError, request_id: str) -> wire.Rejected | wire.Error:
+    """What the daemon answers for a request that met `error`."""
+    if isinstance(error, RejectedError):
+        return wire.Rejected(
+            id=request_id,
+            reason=error.reason,
+            message=str(error),
+            retryable=error.retryable,
+            retry_after_ms=error.retry_after_ms,
+        )
+    field = error.field if isinstance(error, InvalidParamError) else UNSET
+    return wire.Error(id=request_id, code=error.code, message=str(error), field=field)
+
+
+def rejection_reply(event: Rejected) -> wire.Rejected:
+    return wire.Rejected(
+        id=event.key.request_id,
+        reason=event.reason,
+        message=event.message,
+        retryable=event.retryable,
+        retry_after_ms=event.retry_after_ms,
+    )
 
 
 def error_of(reply: wire.Error) -> MlxdError:

@@ -6,23 +6,30 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.text import Tokenizer
+from mlxd.caches.budget import parse_size
 from mlxd.metrics.exporter import Exporter, ExporterError
-from mlxd.metrics.health import judge
+from mlxd.metrics.health import STALL_S, judge
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.desk import Served
+from mlxd.scheduler.desk import Desk
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.frontend import Frontend
+from mlxd.scheduler.intake import Served
+from mlxd.scheduler.journal import JournalWriter, NoJournal
+from mlxd.scheduler.journal_file import JournalFile
+from mlxd.scheduler.watchdog import Watchdog, stacks
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
+EXIT_FAILED, EXIT_HUNG = 1, 3
+SETTLE_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 10.0
 FORCED_STOP_TIMEOUT_S = 1.0
 
@@ -37,8 +44,8 @@ class Server:
         on_progress: told about download, load and warm-up; called from other threads.
 
     Attributes:
-        left_engine_behind: `serve` ended and the engine thread did not. Where it is inside MLX, an ordinary
-            end of the process may abort.
+        left_engine_behind: `serve` ended and the engine's thread, or the journal's, did not. Where it is
+            inside MLX, an ordinary end of the process may abort.
     """
 
     def __init__(
@@ -58,7 +65,11 @@ class Server:
         self._tokenizer = tokenizer
         self._on_progress = on_progress
         self._drain_requests = 0
+        self._watchdog = self._watch(NoJournal())
         self.left_engine_behind = False
+
+    def _watch(self, journal: JournalWriter | NoJournal) -> Watchdog:
+        return Watchdog(self._engine, journal, self._config.scheduler.step_timeout_s)
 
     def request_drain(self) -> None:
         """Stop admitting and exit when the open requests are done; asked again, end them now."""
@@ -69,45 +80,78 @@ class Server:
         """Run until drained; SIGTERM and SIGINT drain.
 
         Returns:
-            The exit code: 0 after a drain, 1 where the engine failed or hangs.
+            The exit code: 0 after a drain, 1 where the engine failed, 3 where a thread hung or was dead.
         Raises:
             ConfigError: the configuration, an address or a port cannot be used; nothing was started.
             ModelError, EngineFailedError: the model cannot be loaded.
         """
         self._config.check()
-        with self._metrics() as metrics, self._signals(handle_signals):
+        with self._metrics() as metrics, self._signals(handle_signals), self._journal() as journal:
+            self._watchdog = self._watch(journal)
             frontend = Frontend(
                 self._config,
                 self._engine,
                 self._recorder,
                 epoch=secrets.token_hex(8),
                 on_drain=self.request_drain,
+                journal=journal,
             )
             serving = asyncio.create_task(frontend.run())
             try:
                 self._engine.start(frontend.post, self._on_progress)
-                exit_code = await self._live(frontend, serving, metrics)
+                exit_code = await self._live(frontend, serving, journal, metrics)
             finally:
                 stopped = await self._stop(frontend, serving)
-        exit_code = exit_code if stopped else 1
+        exit_code = exit_code if stopped else exit_code or EXIT_FAILED
         logger.info("ended exit_code=%d", exit_code)
         return exit_code
 
-    async def _live(self, frontend: Frontend, serving: asyncio.Task[None], metrics: str) -> int:
-        await self._until(lambda: self._engine.snapshot.state != "starting", serving)
-        if not self._drain_requests:
-            info = self._engine.wait_ready(0.0)
+    async def _live(
+        self,
+        frontend: Frontend,
+        serving: asyncio.Task[None],
+        journal: JournalWriter | NoJournal,
+        metrics: str,
+    ) -> int:
+        await self._until(lambda: self._is_over or self._engine.snapshot.state != "starting", serving)
+        if not self._drain_requests and not self._watchdog.fault():
+            # Its snapshot is seen a moment before it says that it is ready.
+            info = self._engine.wait_ready(SETTLE_TIMEOUT_S)
             tokenizer = self._tokenizer
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model.path)
             frontend.desk.served = Served(info, tokenizer)
+            self._restore(frontend.desk, journal)
             self._tell_ready(info, metrics)
-            await self._until(lambda: self._failed, serving)
-        logger.info(
-            "draining open=%d timeout_s=%s", frontend.desk.num_open, self._config.server.drain_timeout_s
-        )
-        await self._until_idle(frontend)
-        return 1 if self._failed else 0
+            await self._until(lambda: self._is_over, serving)
+        if not self._is_over:
+            limit_s = self._config.server.drain_timeout_s
+            logger.info("draining open=%d timeout_s=%s", frontend.desk.num_open, limit_s)
+            await self._until_idle(frontend)
+        if fault := self._watchdog.fault():
+            self._give_up(frontend, fault)
+            return EXIT_HUNG
+        return EXIT_FAILED if self._failed else 0
+
+    def _give_up(self, frontend: Frontend, fault: str) -> None:
+        """Tell everybody what hangs or is dead, while the process can."""
+        logger.critical("watchdog: %s; threads are at\n%s", fault, stacks())
+        self._drain_requests = max(2, self._drain_requests)
+        self.left_engine_behind = True
+        self._engine.give_up(fault)
+        frontend.desk.give_up(fault)
+
+    def _restore(self, desk: Desk, journal: JournalWriter | NoJournal) -> None:
+        """Take over what the journal has; requests of tenants that are no more are dropped."""
+        tenants = {tenant.name for tenant in self._config.tenants}
+        entries = journal.take_entries()
+        for entry in entries:
+            if entry.key.tenant in tenants:
+                desk.restore(entry, journal.age_s(entry))
+            else:
+                journal.forget(entry.key)
+        if entries:
+            logger.info("journal: entries=%d open=%d", len(entries), desk.num_open)
 
     def _tell_ready(self, info: RunnerInfo, metrics: str) -> None:
         logger.info(
@@ -129,8 +173,11 @@ class Server:
             if time.monotonic() - asked >= timeout_s:
                 self.left_engine_behind = True
                 logger.error("engine did not stop within %s s", timeout_s)
-                frontend.desk.give_up()
+                frontend.desk.give_up("the engine does not answer")
                 break
+        if stopped and self._failed:
+            # Where its last events got lost, too.
+            frontend.desk.give_up("the engine failed")
         serving.cancel()
         await asyncio.wait([serving])
         await frontend.close()
@@ -145,12 +192,16 @@ class Server:
 
     async def _until_idle(self, frontend: Frontend) -> None:
         deadline = time.monotonic() + self._config.server.drain_timeout_s
-        while frontend.desk.num_open and time.monotonic() < deadline and not (self._failed or self._forced):
+        while frontend.desk.num_open and time.monotonic() < deadline and not (self._is_over or self._forced):
             await asyncio.sleep(POLL_S)
 
     @property
     def _failed(self) -> bool:
         return self._engine.snapshot.state == "failed"
+
+    @property
+    def _is_over(self) -> bool:
+        return self._failed or bool(self._watchdog.fault())
 
     @property
     def _forced(self) -> bool:
@@ -159,17 +210,42 @@ class Server:
     @contextmanager
     def _metrics(self) -> Iterator[str]:
         """Yields where `/metrics` is."""
+        stall_s = min(STALL_S, self._config.scheduler.step_timeout_s)
         try:
             exporter = Exporter(
                 self._config.server.metrics,
                 self._recorder.registry,
-                lambda: judge(self._engine.snapshot, time.monotonic()),
+                lambda: judge(self._engine.snapshot, time.monotonic(), stall_s),
             )
         except ExporterError as error:
             raise ConfigError(f"server.metrics: {error}") from None
         host = self._config.server.metrics.rpartition(":")[0]
         with exporter:
             yield f"http://{host}:{exporter.port}/metrics"
+
+    @contextmanager
+    def _journal(self) -> Iterator[JournalWriter | NoJournal]:
+        """Written to its end on the way out."""
+        settings = self._config.journal
+        if settings.durability == "none" or settings.path is None:
+            yield NoJournal()
+            return
+        file = JournalFile(
+            settings.path, fsync=settings.fsync == "always", max_bytes=parse_size(settings.max_bytes)
+        )
+        loop = asyncio.get_running_loop()
+
+        def on_loop(call: Callable[[], None]) -> None:
+            with suppress(RuntimeError):  # the loop is closed when a write that hung comes back
+                loop.call_soon_threadsafe(call)
+
+        journal = JournalWriter(file, on_loop, self._recorder)
+        try:
+            yield journal
+        finally:
+            if not journal.close():
+                logger.error("the journal did not take what was told it last")
+                self.left_engine_behind = True
 
     @contextmanager
     def _signals(self, handle: bool) -> Iterator[None]:

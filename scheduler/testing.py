@@ -82,6 +82,11 @@ class FakeTransport:
                 self._arrivals.put_nowait(wire.Pong(id=message.id, state="running"))
             case wire.Drain():
                 self._arrivals.put_nowait(wire.Draining(id=message.id))
+            case wire.Resume():
+                text = "a fake daemon keeps no requests"
+                self._arrivals.put_nowait(wire.Error(id=message.id, code="gone", message=text))
+            case wire.Grant():
+                pass
             case wire.Hello():
                 raise AssertionError("hello is the transport's own business")
 

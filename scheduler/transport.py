@@ -51,7 +51,7 @@ Connect = Callable[[], Awaitable[Transport]]
 
 
 class ZmqTransport:
-    """Two DEALER sockets: generate goes out on `submit`, everything else on `control`."""
+    """Two DEALER sockets: what asks for a stream goes out on `submit`, everything else on `control`."""
 
     def __init__(self, submit: zmq.asyncio.Socket, control: zmq.asyncio.Socket) -> None:
         self._submit = submit
@@ -93,7 +93,8 @@ class ZmqTransport:
         return cls(submit, control)
 
     async def send(self, message: wire.ClientMessage) -> None:
-        socket = self._submit if isinstance(message, wire.Generate) else self._control
+        is_streaming = isinstance(message, wire.Generate | wire.Resume | wire.Grant)
+        socket = self._submit if is_streaming else self._control
         await socket.send(encode(message))
 
     async def receive(self) -> wire.ServerMessage:

@@ -4,12 +4,10 @@ import asyncio
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 
 from mlxd.batching.plan import StepPlan
 from mlxd.batching.runner import PendingStep, Progress, Runner, RunnerCounters, RunnerInfo
 from mlxd.caches.persistence import PageFormat
-from mlxd.metrics.health import judge
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler import server
 from mlxd.scheduler.config import Config
@@ -18,8 +16,6 @@ from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.model_runner import load_model_runner
 
 FAULTY_STEP = 40
-STALL_S = 0.5
-"""Stands for the half minute that health waits: steps of the tiny model take milliseconds."""
 
 
 class FaultyRunner:
@@ -70,5 +66,4 @@ def main(fault: str, path: str) -> int:
 
 
 if __name__ == "__main__":
-    server.judge = partial(judge, stall_s=STALL_S)  # type: ignore[attr-defined]
     sys.exit(main(*sys.argv[1:]))

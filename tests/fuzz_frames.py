@@ -74,8 +74,12 @@ class Mutator:
 
     def _message(self) -> Message:
         self._number += 1
-        kind = self._random.choices(["generate", "cancel", "status", "ping", "drain"], [16, 2, 1, 1, 1])[0]
+        kinds = ["generate", "resume", "grant", "cancel", "status", "ping", "drain"]
+        kind = self._random.choices(kinds, [16, 3, 2, 2, 1, 1, 1])[0]
         message: Message = {"type": kind, "id": f"f{self._number}"}
+        if kind in ("resume", "grant"):
+            message["id"] = f"f{self._random.randint(max(1, self._number - 50), self._number)}"
+            message |= {"bytes": 1000} if kind == "grant" else {"seq": self._random.randrange(5), "credit": 1}
         if kind == "generate":
             message |= self._random.choice(
                 [
@@ -86,6 +90,8 @@ class Mutator:
             )
             message["sampling"] = self._sampling()
             message["stream"] = self._random.random() < 0.5
+            if self._random.random() < 0.2:
+                message["credit"] = self._random.randrange(1000)
         return message
 
     def _sampling(self) -> Message:

@@ -152,7 +152,10 @@ def soak(
 def _config(folder: Path, num_clients: int) -> Config:
     """A row for each client."""
     rows = {"max_rows": num_clients}
-    config = process_config(folder, folder, scheduler=rows, budget="256MiB", max_model_len=4096)
+    server = {"retention_s": 2.0}
+    config = process_config(
+        folder, folder, server=server, scheduler=rows, budget="256MiB", max_model_len=4096
+    )
     tenants = tuple(
         msgspec.structs.replace(tenant, max_running=num_clients, max_waiting=num_clients)
         for tenant in config.tenants

@@ -11,7 +11,7 @@ from mlxd.scheduler.errors import ProtocolError
 from mlxd.scheduler.protocol import decode, kind_of
 
 BAD = {"decode", "too_large", "unsupported", "invalid_param"}
-KINDS = {"generate", "cancel", "status", "ping", "drain"}
+KINDS = {"generate", "resume", "grant", "cancel", "status", "ping", "drain"}
 
 
 def test_frames_are_the_same_for_the_same_seed() -> None:

@@ -8,8 +8,7 @@ from text_tokenizers import byte_level
 from wire_daemon import daemon
 
 from mlxd.batching.text import Tokenizer
-from mlxd.scheduler.desk import MAX_TOKENISING
-from mlxd.scheduler.intake import INLINE_CHARS, INLINE_TURNS, is_long
+from mlxd.scheduler.intake import INLINE_CHARS, INLINE_TURNS, MAX_TOKENISING, is_long
 from mlxd.scheduler.messages import ChatMessage, Generate
 
 LONG = "x" * (INLINE_CHARS + 1)

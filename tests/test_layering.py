@@ -66,6 +66,7 @@ OWNERS = {
         "metrics.prometheus",
         "scheduler.client_verbs",
         "scheduler.engine",
+        "scheduler.journal",
         "scheduler.server",
     },
 }

@@ -51,6 +51,7 @@ def busy_recorder(tenants: list[str]) -> PrometheusRecorder:
     recorder.message("in", "ping")
     recorder.bad_message("bad")
     recorder.clients(1, 1)
+    recorder.journal(1, 0, 0.1)
     gauges = dict.fromkeys(tenants, TenantGauges())
     disk = DiskStats(1, 2, {"saved": 1}, {"absent": 1}, 0.1, 0.1)
     recorder.snapshot(EngineSnapshot(last_step_at=1.0, tenants=gauges, pages={"full": (1, 2)}, disk=disk))

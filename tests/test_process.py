@@ -205,10 +205,11 @@ def ends(peer: Peer, count: int) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("fault", ["raise", "hang"])
-def test_a_broken_engine_ends_every_request_once_and_the_daemon_with_code_1(
-    config: Config, tmp_path: Path, fault: str
+@pytest.mark.parametrize(("fault", "exit_code"), [("raise", 1), ("hang", 3)])
+def test_a_broken_engine_ends_every_request_once_and_the_daemon_with_its_code(
+    model: Path, tmp_path: Path, fault: str, exit_code: int
 ) -> None:
+    config = process_config(tmp_path, model, scheduler={"step_timeout_s": 3.0})
     command = (sys.executable, faulty_daemon.__file__, fault)
     with daemon_process(tmp_path, config, command) as daemon, ExitStack() as stack:
         peers = [stack.enter_context(daemon.peer(tenant)) for tenant in TENANTS]
@@ -217,13 +218,9 @@ def test_a_broken_engine_ends_every_request_once_and_the_daemon_with_code_1(
             sampling = {"max_tokens": 8_000, "ignore_eos": True}
             peer.send("generate", id=str(number), prompt="hello", sampling=sampling)
         wait_until(lambda: not daemon.is_healthy(), 20.0)
-        if fault == "hang":
-            assert daemon.process.poll() is None
-            assert daemon.scrape().total("mlxd_requests_running") > 0
-            daemon.terminate()
-            wait_until(lambda: "draining" in daemon.log)
-            daemon.terminate()
-        assert daemon.wait() == 1, daemon.log
+        assert daemon.wait() == exit_code, daemon.log
         for peer in peers:
             assert ends(peer, 4) == [(str(number), "engine_failed") for number in range(4)]
     assert ("the device is gone" in daemon.log) == (fault == "raise")
+    assert ("watchdog: no step for" in daemon.log) == (fault == "hang")
+    assert ("faulty_daemon.py" in daemon.log) is True

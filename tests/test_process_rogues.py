@@ -1,6 +1,7 @@
 """The daemon as a process among clients that vanish, never read or send rubbish: the others lose nothing."""
 
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,21 +57,28 @@ def ask(daemon: DaemonProcess, name: str, numbers: Sequence[int]) -> dict[str, A
     A pong comes from the engine after everything that it told before: no terminal can follow it unseen.
     """
     messages: list[dict[str, Any]] = []
+    salt = uuid.uuid4().hex
     with daemon.peer(CLIENTS[name]) as peer:
         for number in numbers:
-            peer.send("generate", **request(name, number))
+            peer.send("generate", **request(name, number) | {"id": own_id(salt, name, number)})
         while sum(message["type"] in TERMINAL for message in messages) < len(numbers):
             messages.append(peer.receive(60.0))
         peer.send("ping", id="end")
         while messages[-1]["type"] != "pong":
             messages.append(peer.receive())
-    return {f"{name}{number}": answer_in(messages, f"{name}{number}") for number in numbers}
+    return {f"{name}{number}": answer_in(messages, own_id(salt, name, number)) for number in numbers}
+
+
+def own_id(salt: str, name: str, number: int) -> str:
+    """An id that was not used before, so that the daemon computes the answer anew."""
+    return f"{salt}-{name}{number}"
 
 
 def answer_in(messages: Sequence[dict[str, Any]], request_id: str) -> Answer:
     own = [message for message in messages if message["id"] == request_id]
     chunks = [message for message in own if message["type"] == "chunk"]
-    assert [chunk["seq"] for chunk in chunks] == list(range(len(chunks)))
+    lengths = [max(1, len(chunk["token_ids"])) for chunk in chunks]
+    assert [chunk["seq"] for chunk in chunks] == [sum(lengths[:index]) for index in range(len(chunks))]
     return Answer(
         terminals=tuple(message["type"] for message in own if message["type"] in TERMINAL),
         token_ids=tuple(token for chunk in chunks for token in chunk["token_ids"]),

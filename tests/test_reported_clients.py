@@ -61,11 +61,11 @@ def test_equal_prompts_at_one_instant_all_end_with_equal_answers_cold_and_cached
 ) -> None:
     prompt = "Eight of these at once. " * 20
     answers = []
-    for _ in range(2):
+    for time in ("cold", "cached"):
         with served.peer() as peer:
             for number in range(8):
                 sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-                peer.send("generate", id=str(number), prompt=prompt, sampling=sampling, stream=False)
+                peer.send("generate", id=f"{time} {number}", prompt=prompt, sampling=sampling, stream=False)
             answers += receive(peer, 8, "done")
     assert len({(answer["text"], tuple(answer["token_ids"])) for answer in answers}) == 1
     assert all(answer["usage"]["cached_tokens"] for answer in answers[8:])
@@ -87,9 +87,9 @@ def test_a_stream_goes_on_between_any_two_chunks_of_anothers_prompt(served: Daem
         peer.send("generate", id="stream", prompt="Hello.", sampling=endless)
         list(receive(peer, 1, "chunk"))
         prompt = [66] * LONG_PROMPT
-        peer.send("generate", id="long", token_ids=prompt, sampling={"max_tokens": 1, "ignore_eos": True})
+        peer.send("generate", id="other", token_ids=prompt, sampling={"max_tokens": 1, "ignore_eos": True})
         num_meanwhile = 0
-        while (message := peer.receive(60.0))["id"] != "long" or message["type"] != "chunk":
+        while (message := peer.receive(60.0))["id"] != "other" or message["type"] != "chunk":
             num_meanwhile += len(message.get("token_ids", ()))
     assert num_meanwhile >= LONG_PROMPT / CHUNK - 1
 

@@ -36,6 +36,7 @@ class Watched:
         self.address = f"ipc://{folder}/door"
         self.slow: list[Session] = []
         self.gone: list[Session] = []
+        self.room: list[Session] = []
         self.door = self.open()
 
     def open(self) -> Door:
@@ -47,6 +48,7 @@ class Watched:
             NullRecorder(),
             on_gone=self.gone.append,
             on_slow=self.slow.append,
+            on_room=self.room.append,
         )
 
     async def claimed(self, claim: Callable[[], Peer]) -> Session:

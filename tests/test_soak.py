@@ -15,8 +15,9 @@ from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.request import Request
 from mlxd.scheduler.session import Session
+from mlxd.scheduler.stream import Stream
 
-TRACKED = (Request, Row, Answer, Session)
+TRACKED = (Request, Row, Answer, Session, Stream)
 """What there is one of for each request or client while it is open."""
 ONE_A_LOOP = Counter({"Session": 3})
 """Readers of both doors and the heartbeat still name whom they served last."""
@@ -38,7 +39,7 @@ def ask_in_every_way(client: Client, number: int) -> None:
 
 def test_an_idle_daemon_holds_no_object_of_the_requests_it_served(tmp_path: Path) -> None:
     before = tracked() + ONE_A_LOOP
-    with Daemon(config(tmp_path), runner(0.0005)) as served:
+    with Daemon(config(tmp_path, retention_s=1.0), runner(0.0005)) as served:
         served.wait_ready()
         for number in range(40):
             with served.client(("acme", "beta")[number % 2]) as client:

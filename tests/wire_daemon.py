@@ -181,7 +181,14 @@ def daemon(folder: Path, **options: Any) -> Iterator[Daemon]:
     """A ready daemon. `runner`, `text` and `tenant` as above, the rest goes to the server section."""
     chosen = options.pop("runner", None) or runner()
     text = options.pop("text", None)
-    with Daemon(config(folder, **options), chosen, text) as running:
+    with daemon_of(config(folder, **options), chosen, text) as running:
+        yield running
+
+
+@contextmanager
+def daemon_of(config: Config, runner: FakeRunner, text: Tokenizer | None = None) -> Iterator[Daemon]:
+    """A ready daemon with this configuration."""
+    with Daemon(config, runner, text) as running:
         yield running.wait_ready()
 
 

@@ -1,0 +1,103 @@
+"""One request as its client sees it."""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET
+
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.answer import Answer
+from mlxd.scheduler.events import RequestKey
+from mlxd.scheduler.session import Session
+from mlxd.scheduler.transcript import Transcript
+
+MAX_CHUNK_BYTES = 2**16
+"""More unsent text than this is told in several chunks."""
+
+
+def digest_of(message: wire.Generate) -> bytes:
+    """What two messages share that ask for the same answer."""
+    body = msgspec.msgpack.encode(msgspec.structs.replace(message, credit=UNSET))
+    return blake2b(body, digest_size=16).digest()
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """What a request answered, who reads it and how far.
+
+    Attributes:
+        digest: of the message that made it.
+        is_whole: all of the answer comes in `done`.
+        is_accepted: `accepted` may be told, and what follows it.
+        answer: None until its prompt is tokenised and the engine has it.
+        session: its reader; None where that went away, or has got all.
+        seq: pieces that were sent to the reader.
+        credit: bytes of chunks that the reader takes for now; None: no limit.
+        end_as: as what it is to end, where somebody wants it to.
+        message: what it was made from; None once nobody needs it any more.
+        refusal: what to tell in place of an answer.
+    """
+
+    key: RequestKey
+    digest: bytes
+    is_whole: bool
+    transcript: Transcript
+    is_accepted: bool = False
+    state: Literal["waiting", "running"] = "waiting"
+    message: wire.Generate | None = None
+    answer: Answer | None = None
+    session: Session | None = None
+    seq: int = 0
+    credit: int | None = None
+    sent_at: float = 0.0
+    end_as: str = ""
+    refusal: wire.Rejected | wire.Error | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody may ever read it."""
+        return self.session is not None or self.end_as != "client_gone"
+
+    @property
+    def unread_bytes(self) -> int:
+        """About what its reader was not sent yet; 0 where it has none, or takes the answer whole."""
+        if self.session is None or self.is_whole:
+            return 0
+        return self.transcript.bytes_from(self.seq)
+
+    def attach(self, session: Session, seq: int, credit: int | msgspec.UnsetType) -> None:
+        """Tell `session` from piece `seq` on."""
+        self.session = session
+        self.seq = seq
+        self.credit = None if credit is UNSET else credit
+        session.requests.add(self.key)
+
+    def detach(self) -> None:
+        if self.session is not None:
+            self.session.requests.discard(self.key)
+            self.session = None
+
+    def next_message(self, *, has_room: bool) -> wire.Chunk | wire.Terminal | None:
+        """What its reader is to be sent now.
+
+        An end that is no `done` does not wait for room or credit: it may come before the last text.
+        """
+        terminal = self.transcript.terminal
+        if self.is_whole:
+            return self.transcript.whole(terminal) if isinstance(terminal, wire.Done) else terminal
+        if has_room and (self.credit is None or self.credit > 0):
+            limit = MAX_CHUNK_BYTES if self.credit is None else min(MAX_CHUNK_BYTES, self.credit)
+            chunk = self.transcript.chunk(self.seq, limit)
+            if chunk is not None:
+                return chunk
+        is_told = self.seq >= len(self.transcript)
+        return terminal if is_told or not isinstance(terminal, wire.Done) else None
+
+    def sent(self, message: wire.Chunk | wire.Terminal, num_bytes: int) -> None:
+        """Note what went out."""
+        if isinstance(message, wire.Chunk):
+            self.seq += max(1, len(message.token_ids))
+            if self.credit is not None:
+                self.credit -= num_bytes

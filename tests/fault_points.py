@@ -1,0 +1,90 @@
+"""A daemon without a model in which one named point breaks: `python fault_points.py POINT ACTION CONFIG ARM`.
+
+The point works as always until the file ARM exists. ACTION: raise, hang or kill. With none of either, or with
+"quick" steps that take no time, nothing breaks.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wire_daemon import runner, tokenizer
+
+from mlxd.batching.fake_runner import FakePendingStep, FakeRunner
+from mlxd.metrics.prometheus import PrometheusRecorder
+from mlxd.scheduler.config import Config
+from mlxd.scheduler.engine import Engine
+from mlxd.scheduler.frontend import Frontend
+from mlxd.scheduler.inbox import Inbox
+from mlxd.scheduler.journal_file import JournalFile
+from mlxd.scheduler.logs import configure_logging
+from mlxd.scheduler.scheduler import Scheduler
+from mlxd.scheduler.server import Server
+from mlxd.scheduler.snapshot import SnapshotMaker
+
+STEP_S = 0.01
+ENGINE_POINTS = {
+    "take a command": (Inbox, "take", "before"),
+    "queue a request": (Scheduler, "submit", "before"),
+    "plan a step": (Scheduler, "schedule", "before"),
+    "launch a step": (FakeRunner, "launch", "before"),
+    "wait for a step": (FakePendingStep, "wait", "before"),
+    "take a step's tokens": (Scheduler, "postprocess", "before"),
+    "end a request": (Scheduler, "_finish", "before"),
+    "tell a snapshot": (SnapshotMaker, "make", "before"),
+    "tell events": (Frontend, "post", "before"),
+}
+JOURNAL_POINTS = {
+    "begin a write": (JournalFile, "write", "before"),
+    "within a write": (JournalFile, "_apply", "after"),
+    "after a write": (JournalFile, "write", "after"),
+}
+POINTS: dict[str, tuple[type, str, str]] = ENGINE_POINTS | JOURNAL_POINTS
+
+
+def act(action: str) -> None:
+    if action == "raise":
+        raise RuntimeError("a fault as asked")
+    if action == "hang":
+        threading.Event().wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def break_at(point: str, action: str, arm: Path) -> None:
+    owner, name, when = POINTS[point]
+    call: Callable[..., Any] = getattr(owner, name)
+
+    def broken(*args: Any, **options: Any) -> Any:
+        if when == "before" and arm.exists():
+            act(action)
+        result = call(*args, **options)
+        if when == "after" and arm.exists():
+            act(action)
+        return result
+
+    setattr(owner, name, broken)
+
+
+def main(point: str, action: str, path: str, arm: str) -> int:
+    configure_logging("info")
+    config = Config.load(path)
+    recorder = PrometheusRecorder([tenant.name for tenant in config.tenants], version="test")
+    step_s = 0.0 if action == "quick" else STEP_S
+    engine = Engine(config, runner_factory=lambda config, progress: runner(step_s), recorder=recorder)
+    if point in POINTS:
+        break_at(point, action, Path(arm))
+    server = Server(config, engine=engine, recorder=recorder, tokenizer=tokenizer())
+    exit_code = asyncio.run(server.serve())
+    if server.left_engine_behind:
+        sys.stderr.flush()
+        os._exit(exit_code)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""What was answered, told again from any piece on; and what is kept of it."""
+
+import pytest
+from msgspec import UNSET
+
+from mlxd.batching.plan import TokenLogprobs
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.events import RequestKey, Usage
+from mlxd.scheduler.retention import Retention
+from mlxd.scheduler.stream import Stream, digest_of
+from mlxd.scheduler.transcript import Transcript
+
+DONE = wire.Done(id="a", finish_reason="stop", usage=Usage(1, 3))
+
+
+def transcript(*, with_logprobs: bool = False) -> Transcript:
+    """Three tokens, the second without text, and text that was left at the end."""
+    made = Transcript("a")
+    for number, text in enumerate(("hé", "", "llo")):
+        made.add(text, (number,), (TokenLogprobs(-1.0, ((number, -1.0),)),) if with_logprobs else ())
+    made.add("!", ())
+    made.terminal = DONE
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seq", "max_bytes", "text", "token_ids"),
+    [
+        (0, 1000, "héllo", (0, 1, 2)),
+        (0, 0, "hé", (0,)),
+        (0, 13, "hé", (0, 1)),
+        (1, 1000, "llo", (1, 2)),
+        (2, 1, "llo", (2,)),
+        (3, 1, "!", ()),
+    ],
+)
+def test_a_chunk_holds_what_fits_and_at_least_a_piece(
+    seq: int, max_bytes: int, text: str, token_ids: tuple[int, ...]
+) -> None:
+    chunk = transcript().chunk(seq, max_bytes)
+    assert chunk == wire.Chunk(id="a", seq=seq, text=text, token_ids=token_ids)
+    assert transcript().chunk(4, 1000) is None
+
+
+def test_bytes_are_counted_from_any_piece_on() -> None:
+    made = transcript()
+    sizes = [made.bytes_from(seq) for seq in range(6)]
+    assert sizes == [27, 19, 14, 6, 0, 0]
+    assert made.num_bytes == 27
+    assert transcript(with_logprobs=True).num_bytes == 27 + 3 * 32
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_a_record_is_the_whole_transcript(with_logprobs: bool) -> None:
+    made = transcript(with_logprobs=with_logprobs)
+    again = Transcript.restored("a", made.record())
+    assert again.terminal == DONE
+    assert [again.chunk(seq, 1) for seq in range(5)] == [made.chunk(seq, 1) for seq in range(5)]
+    assert again.whole(DONE) == made.whole(DONE)
+    assert made.whole(DONE).text == "héllo!"
+    assert (made.whole(DONE).logprobs is UNSET) != with_logprobs
+
+
+def test_tokens_that_come_together_are_pieces_of_their_own() -> None:
+    made = Transcript("a")
+    made.add("xyz", (1, 2, 3))
+    assert [made.chunk(seq, 0) for seq in range(3)] == [
+        wire.Chunk(id="a", seq=seq, text="xyz" if seq == 2 else "", token_ids=(seq + 1,)) for seq in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_same"),
+    [({}, True), ({"credit": 5}, True), ({"stream": False}, False), ({"prompt": "hi!"}, False)],
+)
+def test_credit_is_no_part_of_what_is_asked_for(changed: dict[str, object], is_same: bool) -> None:
+    message = {"id": "a", "prompt": "hi"}
+    same = digest_of(wire.Generate(**message)) == digest_of(wire.Generate(**(message | changed)))  # type: ignore[arg-type]
+    assert same is is_same
+
+
+def stream(number: int, text: str = "") -> Stream:
+    made = Transcript(str(number))
+    made.add(text, (number,))
+    return Stream(RequestKey("acme", str(number)), b"", is_whole=False, transcript=made)
+
+
+def test_the_oldest_go_first_by_age_and_by_size() -> None:
+    dropped: list[Stream] = []
+    kept = Retention(10.0, 4_000, dropped.append)
+    streams = [stream(number) for number in range(4)]
+    for number, each in enumerate(streams[:3]):
+        kept.add(each, float(number))
+    assert kept.get(streams[0].key) is streams[0]
+    kept.add(streams[3], 3.0)
+    assert dropped == streams[:1]
+    kept.expire(11.5)
+    assert dropped == streams[:2]
+    kept.add(stream(5, "x" * 5_000), 12.0)
+    assert len(kept) == 0
+    assert kept.get(streams[3].key) is None

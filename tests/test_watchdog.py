@@ -1,0 +1,90 @@
+"""What counts as hung or dead, and what does not."""
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from wire_daemon import daemon, runner
+
+from mlxd.batching.fake_runner import FakeRunner
+from mlxd.metrics.stats import EngineSnapshot
+from mlxd.scheduler.watchdog import Watchdog, stacks
+
+LIMIT_S = 10.0
+NOW = 1_000.0
+
+
+def fault(*, is_alive: bool = True, journal: Any = None, **snapshot: Any) -> str:
+    engine = SimpleNamespace(snapshot=EngineSnapshot(**snapshot), is_alive=is_alive, clock=lambda: NOW)
+    quiet = SimpleNamespace(is_alive=True, busy_s=0.0)
+    return Watchdog(engine, journal or quiet, LIMIT_S).fault()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "expected"),
+    [
+        ({"state": "running", "running": 1, "last_step_at": NOW - 9}, ""),
+        ({"state": "running", "running": 1, "last_step_at": NOW - 11}, "no step for 11.0 s (limit 10 s)"),
+        ({"state": "draining", "waiting": 1, "last_step_at": NOW - 11}, "no step for 11.0 s (limit 10 s)"),
+        ({"state": "running", "last_step_at": NOW - 11}, ""),
+        ({"state": "running", "running": 1, "last_step_at": NOW - 99, "busy_since": NOW - 1}, ""),
+        ({"state": "starting", "now": NOW - 500}, ""),
+        ({"state": "failed", "is_alive": False, "running": 1, "last_step_at": NOW - 99}, ""),
+        ({"state": "stopped", "is_alive": False}, ""),
+        ({"state": "running", "is_alive": False}, "the engine's thread ended without a word"),
+        ({"state": "starting", "is_alive": False}, "the engine's thread ended without a word"),
+    ],
+)
+def test_an_engine_hangs_where_work_waits_for_too_long(snapshot: dict[str, Any], expected: str) -> None:
+    assert fault(**snapshot) == expected
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "busy_s", "expected"),
+    [
+        (True, 9.0, ""),
+        (True, 11.0, "the journal's write takes 11.0 s (limit 10 s)"),
+        (False, 0.0, "the journal's thread ended without a word"),
+    ],
+)
+def test_a_journal_hangs_where_a_write_takes_too_long(is_alive: bool, busy_s: float, expected: str) -> None:
+    assert fault(state="running", journal=SimpleNamespace(is_alive=is_alive, busy_s=busy_s)) == expected
+
+
+def test_stacks_name_each_thread_and_where_it_is() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck_here() -> None:
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=stuck_here, name="stuck")
+    thread.start()
+    entered.wait()
+    text = stacks()
+    leave.set()
+    thread.join()
+    part = next(part for part in text.split("\n\n") if part.startswith("thread stuck:"))
+    assert "in stuck_here" in part
+    assert "thread MainThread:" in text
+
+
+class Leaving(FakeRunner):
+    """Foreign code that ends its thread."""
+
+    def launch(self, plan: Any) -> Any:
+        sys.exit("no more")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_thread_that_ends_without_a_word_ends_every_request_and_the_daemon(tmp_path: Path) -> None:
+    leaving = Leaving(runner().info.memory, vocab_size=runner().info.vocab_size)
+    with daemon(tmp_path, runner=leaving) as served, served.submit() as peer:
+        peer.send("generate", id="a", prompt="hi")
+        end = peer.until_terminal("a")[-1]
+        served.join()
+    assert (end["code"], end["message"]) == ("engine_failed", "the engine's thread ended without a word")
+    assert served.exit_code == 3
