@@ -4,6 +4,8 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -22,6 +24,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
     RequestFailedError,
 )
+from mlxd.scheduler.login import Login
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect, ZmqTransport
 
@@ -43,16 +46,21 @@ class AsyncClient:
         self,
         endpoint: str,
         *,
-        token: str,
+        token: str | None = None,
+        key: str | Path | None = None,
+        server_key: str | Path | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = 0,
         wait_s: float = 0.0,
         connect: Connect | None = None,
     ) -> None:
-        """
+        """Raises ConfigError where there is no credential, two, or a wrong one.
+
         Args:
             endpoint: the daemon's submit socket, "ipc:///tmp/mlxd.sock".
-            token: the tenant's secret.
+            token: the tenant's secret, for a daemon on this machine.
+            key, server_key: for a daemon that speaks CURVE, the tenant's secret key and the daemon's public
+                one; each as Z85 text, or the path of its file.
             timeout_s: longest silence of the daemon to bear. It shows once a heartbeat that a request is
                 still known, so a long queue or a long prompt is no silence.
             retries: how often a request that was rejected as retryable is sent again, each time after the
@@ -62,9 +70,10 @@ class AsyncClient:
         """
         self._timeout_s = timeout_s
         self._retries = retries
-        self._connect = connect or (
-            lambda: ZmqTransport.connect(endpoint, token=token, timeout_s=timeout_s, wait_s=wait_s)
-        )
+        if connect is None:
+            login = Login.of(token, key, server_key)
+            connect = partial(ZmqTransport.connect, endpoint, login, timeout_s=timeout_s, wait_s=wait_s)
+        self._connect: Connect = connect
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
 

@@ -18,8 +18,10 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import MlxdError, RejectedError
+from mlxd.scheduler.login import Login
 from mlxd.scheduler.results import Completion
 from mlxd.scheduler.tables import show, status_tables
+from mlxd.scheduler.transport import Transport, ZmqTransport
 
 _REFRESH_S = 1.0
 
@@ -34,15 +36,20 @@ class Access:
     """
 
     endpoint: str
-    token: str
+    login: Login
     timeout_s: float
     wait_s: float = 0.0
 
     def client(self) -> Client:
-        return Client(self.endpoint, token=self.token, timeout_s=self.timeout_s, wait_s=self.wait_s)
+        return Client(self.endpoint, timeout_s=self.timeout_s, connect=self._connect)
 
     def async_client(self) -> AsyncClient:
-        return AsyncClient(self.endpoint, token=self.token, timeout_s=self.timeout_s, wait_s=self.wait_s)
+        return AsyncClient(self.endpoint, timeout_s=self.timeout_s, connect=self._connect)
+
+    async def _connect(self) -> Transport:
+        return await ZmqTransport.connect(
+            self.endpoint, self.login, timeout_s=self.timeout_s, wait_s=self.wait_s
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
 from mlxd.scheduler.document import Document, Keys, parse_document, read_text
 from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.z85 import KEY_LENGTH, is_key
 
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[
@@ -28,6 +29,16 @@ Sha256 = Annotated[
         extra={"allowed": "the quoted 64 hex digits that `mlxd token` prints", "secret": True},
     ),
 ]
+PublicKey = Annotated[
+    str,
+    Meta(
+        min_length=KEY_LENGTH,
+        max_length=KEY_LENGTH,
+        extra={"allowed": f"the quoted {KEY_LENGTH} characters that `mlxd keys new` prints"},
+    ),
+]
+MAX_CREDENTIALS = 8
+Several = Meta(min_length=1, max_length=MAX_CREDENTIALS)
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Budget = Annotated[str | int | float, Meta(extra={"allowed": ALLOWED_BUDGETS})]
 Size = Annotated[str | int, Meta(extra={"allowed": ALLOWED_SIZES})]
@@ -36,8 +47,14 @@ Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
+class CurveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Encryption of both sockets, which are tcp:// then. `secret_key_file`: from `mlxd keys new --server`."""
+
+    secret_key_file: Annotated[str, Meta(min_length=1)]
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sockets and their limits. Sizes in bytes."""
+    """Sockets and their limits. Sizes in bytes. `curve`: None takes tokens, on this machine alone."""
 
     submit: Address = "ipc:///tmp/mlxd.sock"
     control: Address = "ipc:///tmp/mlxd-control.sock"
@@ -47,6 +64,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_client_buffer_bytes: Annotated[int, Meta(ge=4096, le=2**40)] = 2**20
     heartbeat_ms: Annotated[int, Meta(ge=50, le=60_000)] = 500
     drain_timeout_s: Seconds = 30.0
+    curve: CurveConfig | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,18 +125,34 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_share`: largest part of the KV budget its rows may reserve together.
+    """`token_sha256`, `public_key`: what shows that a client is this tenant's; several while one is replaced.
 
-    `operator`: its token may also drain the daemon and see every tenant's status.
+    `kv_share`: largest part of the KV budget its rows may reserve together.
+    `operator`: it may also drain the daemon, reload its tenants and see every tenant's status.
     """
 
     name: Name
-    token_sha256: Sha256
+    token_sha256: Sha256 | Annotated[tuple[Sha256, ...], Several] | None = None
+    public_key: PublicKey | Annotated[tuple[PublicKey, ...], Several] | None = None
     weight: Weight = 1.0
     max_running: Positive = 32
     max_waiting: Positive = 256
     kv_share: Fraction = 1.0
     operator: bool = False
+
+    @property
+    def token_hashes(self) -> tuple[str, ...]:
+        return _as_tuple(self.token_sha256)
+
+    @property
+    def public_keys(self) -> tuple[str, ...]:
+        return _as_tuple(self.public_key)
+
+
+def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,7 +210,7 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
             ("decode", "attention"),
             "is 'gathered'; with cache.quantization pages are read in_place",
         )
-    yield from _tenant_problems(config.tenants)
+    yield from _tenant_problems(config)
 
 
 def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
@@ -193,7 +227,7 @@ def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
 def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:
     for name, address in (("submit", server.submit), ("control", server.control)):
         try:
-            check_socket_address(address)
+            check_socket_address(address, encrypted=server.curve is not None)
         except ValueError as error:
             yield ("server", name), str(error)
     try:
@@ -207,13 +241,22 @@ def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:
             yield ("server", "metrics"), f"is {server.metrics!r}; server.{name} has that port"
 
 
-def _tenant_problems(tenants: tuple[TenantConfig, ...]) -> Iterator[tuple[Keys, str]]:
+def _tenant_problems(config: Config) -> Iterator[tuple[Keys, str]]:
     names: dict[str, int] = {}
-    hashes: dict[str, int] = {}
-    for index, tenant in enumerate(tenants):
+    holders: dict[str, int] = {}
+    needed = "token_sha256" if config.server.curve is None else "public_key"
+    for index, tenant in enumerate(config.tenants):
         first = names.setdefault(tenant.name, index)
         if first != index:
             yield ("tenants", index, "name"), f"is {tenant.name!r}; tenants[{first}] has that name"
-        first = hashes.setdefault(tenant.token_sha256, index)
-        if first != index:
-            yield ("tenants", index, "token_sha256"), f"is that of tenants[{first}]; tokens must differ"
+        credentials = {"token_sha256": tenant.token_hashes, "public_key": tenant.public_keys}
+        if not credentials[needed]:
+            yield ("tenants", index, needed), "is missing"
+        for key in tenant.public_keys:
+            if not is_key(key):
+                yield ("tenants", index, "public_key"), f"is {key!r}; it is no key: Z85 text of 32 bytes"
+        for setting, noun in (("token_sha256", "tokens"), ("public_key", "keys")):
+            for number, credential in enumerate(credentials[setting]):
+                first = holders.setdefault(credential, index)
+                if first != index or credential in credentials[setting][:number]:
+                    yield ("tenants", index, setting), f"is that of tenants[{first}]; {noun} must differ"

@@ -38,9 +38,15 @@ class Connections:
     """
 
     def __init__(
-        self, router: zmq.asyncio.Socket, max_strangers: int, on_closed: Callable[[Session], None]
+        self,
+        router: zmq.asyncio.Socket,
+        max_strangers: int,
+        on_closed: Callable[[Session], None],
+        *,
+        encrypted: bool = False,
     ) -> None:
-        """To be made before `router` is bound, inside the running loop."""
+        """To be made before `router` is bound, inside the running loop. `encrypted`: it speaks CURVE."""
+        self._encrypted = encrypted
         self._max_strangers = max_strangers
         self._on_closed = on_closed
         self._sessions: dict[int, Session] = {}
@@ -67,6 +73,8 @@ class Connections:
             return Session(peer=peer, gone=True)
         if not session.peer:
             session.peer = peer
+            if self._encrypted:  # elsewhere a User-Id is what the peer itself put into its greeting
+                session.key = str(frame.get("User-Id"))
         elif session.peer != peer:
             # The connection before it had this file descriptor, and one frame of it was still unread.
             self.shut(session)

@@ -16,6 +16,7 @@ from mlxd.batching.runner import Progress
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import check_shares
+from mlxd.scheduler.keys import server_keys
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.progress import ProgressBars
 from mlxd.scheduler.tables import plan_tables, show
@@ -45,6 +46,7 @@ def check(path: Path) -> None:
     config = Config.load(path)
     blas = ensure_blas()
     with _located_in(path), ProgressBars() as bars:
+        server_keys(config.server)
         plan = _memory_plan(config, bars)
         check_shares(config, plan)
     print(f"{path}: ok")

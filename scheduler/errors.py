@@ -46,8 +46,8 @@ class UnauthenticatedError(MlxdError):
 
     code = "unauthenticated"
 
-    def __init__(self) -> None:
-        super().__init__("no valid credential")
+    def __init__(self, message: str = "no valid credential") -> None:
+        super().__init__(message)
 
 
 class IdConflictError(MlxdError):

@@ -1,9 +1,7 @@
 """The two sockets: who speaks, what they may ask, and where it goes."""
 
 import asyncio
-import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -15,6 +13,7 @@ from msgspec import UNSET
 
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
+from mlxd.scheduler.bad_frames import BadFrames
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.connections import is_own_id
 from mlxd.scheduler.credentials import Credentials
@@ -23,18 +22,17 @@ from mlxd.scheduler.door import LINGER_MS, MAX_STRANGERS, Door
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
+from mlxd.scheduler.keys import KeyPair, server_keys
 from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
 from mlxd.scheduler.reading import LARGE_BYTES, Reader, size_of
 from mlxd.scheduler.reports import limits, status_reply
 from mlxd.scheduler.session import Session
-
-logger = logging.getLogger(__name__)
+from mlxd.scheduler.zap import Gatekeeper
 
 MAX_STRANGER_BYTES = 2**12
 LAST_WORDS_S = 0.2
 MAX_PINGS = 8
-LOG_INTERVAL_S = 10.0
 
 T = TypeVar("T")
 
@@ -65,20 +63,23 @@ class Frontend:
         self._on_drain = on_drain
         check_open_files(config.server.max_clients, MAX_STRANGERS, allow_open_files())
         self._credentials = Credentials(config.tenants)
-        self._bad_frames: Counter[str] = Counter()
+        self._bad_frames = BadFrames(recorder)
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
         self._decoder = ThreadPoolExecutor(1, "mlxd-decode")
+        keys = server_keys(config.server)
         self._context = zmq.asyncio.Context()
         with ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
-            self._submit = self._open_door(config.server.submit)
+            self._gatekeeper = Gatekeeper(self._context, self._may_enter)
+            undo.callback(self._gatekeeper.close)
+            self._submit = self._open_door(config.server.submit, keys)
             undo.callback(self._submit.close)
-            self._control = self._open_door(config.server.control)
+            self._control = self._open_door(config.server.control, keys)
             undo.pop_all()
         self.desk = Desk(engine, recorder, self._submit.send)
 
-    def _open_door(self, address: str) -> Door:
+    def _open_door(self, address: str, keys: KeyPair | None) -> Door:
         return Door(
             self._context,
             address,
@@ -86,7 +87,14 @@ class Frontend:
             self._recorder,
             on_gone=lambda session: self.desk.abandon(session, "client_gone"),
             on_slow=lambda session: self.desk.abandon(session, "slow_client"),
+            keys=keys,
         )
+
+    def _may_enter(self, key: str) -> bool:
+        if self._credentials.knows_key(key):
+            return True
+        self._bad_frames.count("unauthenticated")
+        return False
 
     def post(self, events: Sequence[Event]) -> None:
         """Take the engine's events; from any thread."""
@@ -103,8 +111,9 @@ class Frontend:
             for door in (self._submit, self._control):
                 tasks.create_task(Reader(door, partial(self._take, door)).run())
                 tasks.create_task(door.flush_forever())
+            tasks.create_task(self._gatekeeper.run())
             tasks.create_task(self._beat())
-            tasks.create_task(self._log_bad_frames())
+            tasks.create_task(self._bad_frames.log_forever())
 
     async def close(self) -> None:
         """Give clients LINGER_MS to take what they were sent, then close the sockets."""
@@ -115,6 +124,7 @@ class Frontend:
             await asyncio.sleep(0.01)
         self._submit.close()
         self._control.close()
+        self._gatekeeper.close()
         self.desk.close()
         self._decoder.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._context.term)
@@ -125,7 +135,7 @@ class Frontend:
 
     async def _take(self, door: Door, session: Session, frames: list[bytes]) -> None:
         if session.gone or self._loop.time() < session.patience.deaf_until:
-            self._count_bad("ignored")
+            self._bad_frames.count("ignored")
             return
         try:
             message = await self._decode(session, frames)
@@ -136,7 +146,7 @@ class Frontend:
                 self._refuse(door, session, error)
             return
         if session.gone:
-            self._count_bad("ignored")
+            self._bad_frames.count("ignored")
             return
         self._recorder.message("in", kind_of(message))
         try:
@@ -163,7 +173,7 @@ class Frontend:
         return decode(frames[0], limit)
 
     def _refuse(self, door: Door, session: Session, error: ProtocolError) -> None:
-        self._count_bad(error.code)
+        self._bad_frames.count(error.code)
         if error.code in _NOT_MESSAGES and not session.patience.take_bad_frame(self._loop.time()):
             error = ProtocolError("flood", "too many bad frames; nothing of this peer is read for a second")
         reply = wire.Error(
@@ -173,25 +183,13 @@ class Frontend:
 
     def _refuse_stranger(self, door: Door, session: Session, reason: str) -> None:
         """The same answer whatever was wrong, later with each attempt; one who sends much is shut then."""
-        self._count_bad(reason)
+        self._bad_frames.count(reason)
         delay = session.patience.take_failed_login(self._loop.time())
         reply = wire.Error(code="unauthenticated", message=str(UnauthenticatedError()))
         self._loop.call_later(delay, door.send, session, reply)
         if reason == "too_large":
             session.patience.deaf_until = math.inf
             self._loop.call_later(delay + LAST_WORDS_S, door.lose, session)
-
-    def _count_bad(self, reason: str) -> None:
-        self._recorder.bad_message(reason)
-        self._bad_frames[reason] += 1
-
-    async def _log_bad_frames(self) -> None:
-        while True:
-            await asyncio.sleep(LOG_INTERVAL_S)
-            if self._bad_frames:
-                counts = " ".join(f"{reason}={count}" for reason, count in sorted(self._bad_frames.items()))
-                logger.warning("bad frames within %.0f s: %s", LOG_INTERVAL_S, counts)
-                self._bad_frames.clear()
 
     def _dispatch(self, door: Door, session: Session, message: wire.ClientMessage) -> None:
         """Raises ProtocolError for what the peer may not ask, UnauthenticatedError before its hello."""
@@ -222,12 +220,15 @@ class Frontend:
                 self._on_drain()
 
     def _greet(self, door: Door, session: Session, message: wire.Hello) -> None:
-        tenant = self._credentials.tenant_of(message.token)
+        proof = self._credentials.proof_of(session.key, message.token)
+        tenant = self._credentials.tenant_of(proof)
         if tenant is None:
             raise UnauthenticatedError
         if session.tenant not in (None, tenant):
             raise ProtocolError("forbidden", "this connection belongs to another tenant")
-        if not door.admit(session, tenant):
+        if message.tenant not in ("", tenant.name):
+            raise ProtocolError("forbidden", "this credential belongs to another tenant", field="tenant")
+        if not door.admit(session, tenant, proof):
             limit = self._config.server.max_clients
             raise ProtocolError("too_many_clients", f"{limit} clients are connected, which is the limit")
         served = self.desk.served

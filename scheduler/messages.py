@@ -22,10 +22,17 @@ class _FromClient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Hello(_FromClient, frozen=True, kw_only=True, tag="hello"):
-    """First message on each socket. `token`: the tenant's secret. `client`: a name for the daemon's log."""
+    """First message on each socket.
+
+    Attributes:
+        token: the tenant's secret; empty on a CURVE connection, whose key says it all.
+        tenant: whom the client takes itself for; another one than its credential's is an error.
+        client: a name for the daemon's log.
+    """
 
     v: int
-    token: Annotated[str, Meta(max_length=1024)]
+    token: Annotated[str, Meta(max_length=1024)] = ""
+    tenant: Annotated[str, Meta(max_length=64)] = ""
     client: Annotated[str, Meta(max_length=128)] = ""
 
 

@@ -10,6 +10,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from mlxd.scheduler import messages as wire
+from mlxd.scheduler.addresses import seen_from
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
     ConfigError,
@@ -18,13 +19,22 @@ from mlxd.scheduler.errors import (
     ProtocolError,
     UnauthenticatedError,
 )
+from mlxd.scheduler.login import Login
 from mlxd.scheduler.protocol import decode_reply, encode
 
 RECONNECT_MS = 50
 MAX_RECONNECT_MS = 1_000
 TCP_HEARTBEAT_MS = 1_000
 HANDSHAKE_RETRY_S = 1.0
+MAX_FAILED_HANDSHAKES = 3
+"""One may be a daemon that ends; more are a key, or the lack of one, that the daemon does not take."""
 LINGER_MS = 500
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class Transport(Protocol):
@@ -65,7 +75,7 @@ class ZmqTransport:
 
     @classmethod
     async def connect(
-        cls, endpoint: str, *, token: str, timeout_s: float, wait_s: float = 0.0, client: str = ""
+        cls, endpoint: str, login: Login, *, timeout_s: float, wait_s: float = 0.0, client: str = ""
     ) -> "ZmqTransport":
         """Say hello on both sockets, trying again until `timeout_s` is over.
 
@@ -73,17 +83,18 @@ class ZmqTransport:
             wait_s: how long to wait for an ipc socket that is not there yet.
         Raises:
             ClientTimeoutError: nobody answered, or there is no such ipc socket.
-            UnauthenticatedError: the token is no tenant's.
-            ConfigError: the endpoint is not one.
+            UnauthenticatedError: the token or key is no tenant's, or the server's key is not this daemon's.
+            ConfigError: the endpoint is not one, or none for such a login.
             ProtocolError: the daemon refused for another reason; `code` says which.
         """
-        hello = encode(wire.Hello(v=wire.PROTOCOL_VERSION, token=token, client=client))
+        login.check_endpoint(endpoint)
+        hello = encode(wire.Hello(v=wire.PROTOCOL_VERSION, token=login.token, client=client))
         await _wait_for_socket(endpoint, wait_s)
         try:
             async with asyncio.timeout(timeout_s):
-                submit, welcome = await _join(endpoint, hello)
+                submit, welcome = await _join(endpoint, login, hello)
                 try:
-                    control, _ = await _join(welcome.control, hello)
+                    control, _ = await _join(seen_from(endpoint, welcome.control), login, hello)
                 except BaseException:
                     submit.close(linger=0)
                     raise
@@ -147,15 +158,15 @@ async def _wait_for_socket(endpoint: str, wait_s: float) -> None:
         raise ClientTimeoutError(text) from None
 
 
-async def _join(endpoint: str, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.Welcome]:
+async def _join(endpoint: str, login: Login, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.Welcome]:
     """A connected socket on which hello was answered; a hello that got lost is said again."""
     patience_s = HANDSHAKE_RETRY_S
     while True:
-        socket = _dealer(endpoint)
+        socket = _dealer(endpoint, login)
         try:
             async with asyncio.timeout(patience_s):
                 await socket.send(hello)
-                welcome = _welcomed(decode_reply(await socket.recv()))
+                welcome = _welcomed(decode_reply(await _first_reply(socket, endpoint)))
             return socket, welcome
         except TimeoutError:
             socket.close(linger=0)
@@ -163,6 +174,32 @@ async def _join(endpoint: str, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.W
         except BaseException:
             socket.close(linger=0)
             raise
+
+
+async def _first_reply(socket: zmq.asyncio.Socket, endpoint: str) -> bytes:
+    """Raises UnauthenticatedError where handshakes fail: a wrong key gets no other answer."""
+    monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED)
+    reply = asyncio.ensure_future(socket.recv())
+    refusal = asyncio.ensure_future(_refusal(monitor))
+    try:
+        await asyncio.wait((reply, refusal), return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result()
+        text = f"the handshake with {endpoint} failed: no valid credential, or another daemon's key"
+        raise UnauthenticatedError(text)
+    finally:
+        reply.cancel()
+        refusal.cancel()
+        socket.disable_monitor()
+        monitor.close(linger=0)
+
+
+async def _refusal(monitor: zmq.asyncio.Socket) -> None:
+    """Returns once the daemon said that it does not know the key, or closed too often without a word."""
+    for _ in range(MAX_FAILED_HANDSHAKES):
+        failure = await recv_monitor_message(monitor)
+        if failure["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return
 
 
 def _welcomed(reply: wire.ServerMessage) -> wire.Welcome:
@@ -175,11 +212,15 @@ def _welcomed(reply: wire.ServerMessage) -> wire.Welcome:
     raise ProtocolError("unsupported", f"hello was answered by {type(reply).__name__}")
 
 
-def _dealer(endpoint: str) -> zmq.asyncio.Socket:
+def _dealer(endpoint: str, login: Login) -> zmq.asyncio.Socket:
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
     socket.set(zmq.IPV6, 1)
+    if login.keys is not None:
+        socket.set(zmq.CURVE_SECRETKEY, login.keys.secret.encode())
+        socket.set(zmq.CURVE_PUBLICKEY, login.keys.public.encode())
+        socket.set(zmq.CURVE_SERVERKEY, login.server_key.encode())
     if endpoint.startswith("tcp://"):
         socket.set(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
     try:
