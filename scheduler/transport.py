@@ -27,7 +27,7 @@ MAX_RECONNECT_MS = 1_000
 TCP_HEARTBEAT_MS = 1_000
 HANDSHAKE_RETRY_S = 1.0
 MAX_FAILED_HANDSHAKES = 3
-"""One may be a daemon that ends; more are a key, or the lack of one, that the daemon does not take."""
+"""Without a word. One may be a daemon that ends; more are a key, or none, that the daemon does not take."""
 LINGER_MS = 500
 
 _HANDSHAKE_FAILED = (
@@ -162,11 +162,10 @@ async def _join(endpoint: str, login: Login, hello: bytes) -> tuple[zmq.asyncio.
     """A connected socket on which hello was answered; a hello that got lost is said again."""
     patience_s = HANDSHAKE_RETRY_S
     while True:
-        socket = _dealer(endpoint, login)
+        socket = _dealer(login, heartbeats=endpoint.startswith("tcp://"))
         try:
             async with asyncio.timeout(patience_s):
-                await socket.send(hello)
-                welcome = _welcomed(decode_reply(await _first_reply(socket, endpoint)))
+                welcome = _welcomed(decode_reply(await _greet(socket, endpoint, hello)))
             return socket, welcome
         except TimeoutError:
             socket.close(linger=0)
@@ -176,12 +175,19 @@ async def _join(endpoint: str, login: Login, hello: bytes) -> tuple[zmq.asyncio.
             raise
 
 
-async def _first_reply(socket: zmq.asyncio.Socket, endpoint: str) -> bytes:
-    """Raises UnauthenticatedError where handshakes fail: a wrong key gets no other answer."""
+async def _greet(socket: zmq.asyncio.Socket, endpoint: str, hello: bytes) -> bytes:
+    """Connect, say hello and wait for the answer.
+
+    Raises:
+        ConfigError: the endpoint is not one.
+        UnauthenticatedError: the handshake fails, which is all that a wrong key is answered by.
+    """
     monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED)
-    reply = asyncio.ensure_future(socket.recv())
     refusal = asyncio.ensure_future(_refusal(monitor))
+    reply = asyncio.ensure_future(socket.recv())
     try:
+        _connect(socket, endpoint)
+        await socket.send(hello)
         await asyncio.wait((reply, refusal), return_when=asyncio.FIRST_COMPLETED)
         if reply.done():
             return reply.result()
@@ -195,11 +201,11 @@ async def _first_reply(socket: zmq.asyncio.Socket, endpoint: str) -> bytes:
 
 
 async def _refusal(monitor: zmq.asyncio.Socket) -> None:
-    """Returns once the daemon said that it does not know the key, or closed too often without a word."""
+    """Returns once the handshake failed for good, or too often."""
     for _ in range(MAX_FAILED_HANDSHAKES):
         failure = await recv_monitor_message(monitor)
-        if failure["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return
+        if failure["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return  # ZeroMQ does not try again
 
 
 def _welcomed(reply: wire.ServerMessage) -> wire.Welcome:
@@ -212,20 +218,23 @@ def _welcomed(reply: wire.ServerMessage) -> wire.Welcome:
     raise ProtocolError("unsupported", f"hello was answered by {type(reply).__name__}")
 
 
-def _dealer(endpoint: str, login: Login) -> zmq.asyncio.Socket:
+def _dealer(login: Login, *, heartbeats: bool) -> zmq.asyncio.Socket:
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
     socket.set(zmq.IPV6, 1)
+    if heartbeats:
+        socket.set(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
     if login.keys is not None:
         socket.set(zmq.CURVE_SECRETKEY, login.keys.secret.encode())
         socket.set(zmq.CURVE_PUBLICKEY, login.keys.public.encode())
         socket.set(zmq.CURVE_SERVERKEY, login.server_key.encode())
-    if endpoint.startswith("tcp://"):
-        socket.set(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+    return socket
+
+
+def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    """Raises ConfigError."""
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        socket.close(linger=0)
         raise ConfigError(f"endpoint {endpoint!r}: {error.strerror}") from None
-    return socket

@@ -53,6 +53,8 @@ def test_commands_shown_exist_with_their_options(path: Path) -> None:
             assert arguments[0] in make_targets()
         elif program == "mlxd":
             verb = COMMANDS[arguments[0]]
+            if arguments[0] == "keys":
+                verb = verb.commands[arguments[1]]
             known = {option for parameter in verb.params for option in parameter.opts}
             assert {word for word in arguments if word.startswith("--")} <= known
 
