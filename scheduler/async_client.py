@@ -142,9 +142,18 @@ class AsyncClient:
         return (await self._ask(message, message.id, wire.Pong)).state
 
     async def drain(self) -> None:
-        """Ask the daemon to finish and exit; an operator's token may."""
+        """Ask the daemon to finish and exit; an operator may."""
         message = wire.Drain(id=_new_id())
         await self._ask(message, message.id, wire.Draining)
+
+    async def reload(self) -> tuple[str, ...]:
+        """Have the daemon read its file anew; an operator may. Returns a line for each tenant that changed.
+
+        Raises:
+            ConfigError: the daemon refused the file, and nothing changed.
+        """
+        message = wire.Reload(id=_new_id())
+        return (await self._ask(message, message.id, wire.Reloaded)).changes
 
     async def _ask(self, message: wire.ClientMessage, address: str, expected: type[_Reply]) -> _Reply:
         connection = await self._connected()

@@ -221,6 +221,24 @@ def drain(
     client_verbs.drain(_access(endpoint, token, tenant_key, key, server_key, timeout_s))
 
 
+@app.command()
+def reload(
+    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
+    token: opt.Token = None,
+    tenant_key: opt.TenantKey = None,
+    key: opt.KeyFile = None,
+    server_key: opt.ServerKeyFile = None,
+    timeout_s: opt.TimeoutS = 30.0,
+) -> None:
+    """Put the file's tenants into effect; for operators.
+
+    The daemon reads its file anew: all or none of it; SIGHUP does the same. Other sections need a restart.
+
+    Example: mlxd reload --tenant-key ops.token
+    """
+    client_verbs.reload(_access(endpoint, token, tenant_key, key, server_key, timeout_s))
+
+
 def _access(
     endpoint: str,
     token: str | None,

@@ -116,8 +116,12 @@ class Client:
         return self._run(self._client.ping())
 
     def drain(self) -> None:
-        """Ask the daemon to finish and exit; an operator's token may."""
+        """Ask the daemon to finish and exit; an operator may."""
         self._run(self._client.drain())
+
+    def reload(self) -> tuple[str, ...]:
+        """Have the daemon read its file anew; an operator may. Returns a line a tenant that changed."""
+        return self._run(self._client.reload())
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         if self._loop.is_closed():

@@ -111,6 +111,12 @@ def drain(access: Access) -> None:
     print("draining: open requests finish, new ones are turned away")
 
 
+def reload(access: Access) -> None:
+    with access.client() as client:
+        changes = client.reload()
+    print("\n".join(changes) or "nothing changed")
+
+
 @contextmanager
 def _line() -> Iterator[Callable[[str], None]]:
     """Prints a line piece by piece; it also ends where an error cuts it off."""

@@ -26,6 +26,10 @@ class Credentials:
     def knows_key(self, key: str) -> bool:
         return key in self._by_key
 
+    def holder_of(self, proof: str) -> TenantConfig | None:
+        """Whose a proof is now that was good before; for guesses there is `tenant_of`."""
+        return self._by_key.get(proof) or self._by_hash.get(proof)
+
     def tenant_of(self, proof: str) -> TenantConfig | None:
         """Takes the same time for all hashes, whichever tenant's they are, and where they are none's."""
         if self.knows_key(proof):

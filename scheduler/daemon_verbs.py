@@ -34,7 +34,7 @@ def serve(path: Path, log_level: str) -> int:
     from mlxd.scheduler.server import Server
 
     with _located_in(path), ProgressBars() as bars:
-        server = Server(config, on_progress=bars)
+        server = Server(config, path=path, on_progress=bars)
         exit_code = asyncio.run(server.serve())
     if server.left_engine_behind:
         os._exit(exit_code)  # what Python does at its end could abort in the thread that is left

@@ -12,7 +12,7 @@ from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import ServerConfig, TenantConfig
 from mlxd.scheduler.connections import Connections, scatter_ids
-from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.errors import ConfigError, ProtocolError
 from mlxd.scheduler.keys import KeyPair
 from mlxd.scheduler.protocol import encode, kind_of
 from mlxd.scheduler.session import Session
@@ -79,15 +79,19 @@ class Door:
         peer, *frames = await self._socket.recv_multipart(copy=False)
         return self._connections.sender(frames[0], peer.bytes), [frame.bytes for frame in frames]
 
-    def admit(self, session: Session, tenant: TenantConfig, proof: str = "") -> bool:
-        """Make a stranger a client; False where there are `max_clients` already. `proof`: what showed it."""
+    def admit(self, session: Session, tenant: TenantConfig, proof: str = "") -> None:
+        """Make a stranger a client of the tenant that `proof` shows.
+
+        Raises:
+            ProtocolError: "too_many_clients": there are `max_clients` already.
+        """
         assert not session.gone, "what is gone never comes back"
-        if session.tenant is None and len(self.clients) >= self._config.max_clients:
-            return False
+        limit = self._config.max_clients
+        if session.tenant is None and len(self.clients) >= limit:
+            raise ProtocolError("too_many_clients", f"{limit} clients are connected, which is the limit")
         self._connections.welcome(session)
         self.clients.add(session)
         session.tenant, session.proof = tenant, proof
-        return True
 
     def shut_strangers(self) -> None:
         """Close connections that said no good hello within HELLO_WITHIN_S."""
@@ -167,7 +171,7 @@ class Door:
 
     def lose(self, session: Session) -> None:
         """Forget a client that left, and close the connection of one that takes nothing."""
-        if session.lost:
+        if session.lost or self._socket.closed:
             return
         session.lost = session.gone = True
         self._connections.shut(session)

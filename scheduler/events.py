@@ -67,8 +67,9 @@ class Finished:
     """The one terminal event of an accepted request.
 
     Attributes:
-        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "failed" or "draining".
-        error_code, error: set where outcome is "failed" or "draining".
+        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "revoked", "failed" or
+            "draining".
+        error_code, error: set where outcome is one of the last three.
     """
 
     key: RequestKey

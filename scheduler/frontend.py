@@ -1,55 +1,56 @@
 """The two sockets: who speaks, what they may ask, and where it goes."""
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
 import zmq.asyncio
-from msgspec import UNSET
 
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.bad_frames import BadFrames
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.connections import is_own_id
-from mlxd.scheduler.credentials import Credentials
 from mlxd.scheduler.desk import Desk
 from mlxd.scheduler.door import LINGER_MS, MAX_STRANGERS, Door
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.errors import ProtocolError, UnauthenticatedError
+from mlxd.scheduler.errors import ConfigError, ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
 from mlxd.scheduler.keys import KeyPair, server_keys
 from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
 from mlxd.scheduler.reading import LARGE_BYTES, Reader, size_of
+from mlxd.scheduler.reception import Reception
+from mlxd.scheduler.refusals import Refusals
 from mlxd.scheduler.reports import limits, status_reply
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.zap import Gatekeeper
 
 MAX_STRANGER_BYTES = 2**12
-LAST_WORDS_S = 0.2
 MAX_PINGS = 8
 
 T = TypeVar("T")
-
-_TOLD_STRANGERS = {"v", "routing_id"}
-"""What a client must learn before it can say hello."""
-
-_NOT_MESSAGES = {"malformed_frames", "decode", "too_large", "unsupported"}
 
 
 class Frontend:
     """Owns the sockets. Everything but `post` runs on the asyncio thread, `__init__` inside its loop.
 
-    `on_drain` is called when an operator asks for it.
+    `on_drain` and `on_reload` are called when an operator asks for it; the latter tells what changed, or
+    raises ConfigError.
     """
 
     def __init__(
-        self, config: Config, engine: Engine, recorder: Recorder, *, epoch: str, on_drain: Callable[[], None]
+        self,
+        config: Config,
+        engine: Engine,
+        recorder: Recorder,
+        *,
+        epoch: str,
+        on_drain: Callable[[], None],
+        on_reload: Callable[[], Awaitable[tuple[str, ...]]],
     ) -> None:
         """Binds both sockets; owns a file at each ipc address from here on.
 
@@ -61,9 +62,14 @@ class Frontend:
         self._recorder = recorder
         self._epoch = epoch
         self._on_drain = on_drain
+        self._on_reload = on_reload
+        self._reloads: set[asyncio.Task[None]] = set()
         check_open_files(config.server.max_clients, MAX_STRANGERS, allow_open_files())
-        self._credentials = Credentials(config.tenants)
         self._bad_frames = BadFrames(recorder)
+        self._refusals = Refusals(self._bad_frames)
+        self._reception = Reception(
+            config.tenants, self._bad_frames, lambda session, outcome: self.desk.abandon(session, outcome)
+        )
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
         self._decoder = ThreadPoolExecutor(1, "mlxd-decode")
@@ -71,7 +77,7 @@ class Frontend:
         self._context = zmq.asyncio.Context()
         with ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
-            self._gatekeeper = Gatekeeper(self._context, self._may_enter)
+            self._gatekeeper = Gatekeeper(self._context, self._reception.may_enter)
             undo.callback(self._gatekeeper.close)
             self._submit = self._open_door(config.server.submit, keys)
             undo.callback(self._submit.close)
@@ -90,11 +96,10 @@ class Frontend:
             keys=keys,
         )
 
-    def _may_enter(self, key: str) -> bool:
-        if self._credentials.knows_key(key):
-            return True
-        self._bad_frames.count("unauthenticated")
-        return False
+    def update(self, config: Config) -> None:
+        """Take other tenants; clients whose credential is withdrawn are told so and closed."""
+        self._config = config
+        self._reception.update(config.tenants, (self._submit, self._control))
 
     def post(self, events: Sequence[Event]) -> None:
         """Take the engine's events; from any thread."""
@@ -140,10 +145,7 @@ class Frontend:
         try:
             message = await self._decode(session, frames)
         except ProtocolError as error:
-            if session.tenant is None and error.field not in _TOLD_STRANGERS:
-                self._refuse_stranger(door, session, error.code)
-            else:
-                self._refuse(door, session, error)
+            self._refusals.refuse_unread(door, session, error)
             return
         if session.gone:
             self._bad_frames.count("ignored")
@@ -152,9 +154,9 @@ class Frontend:
         try:
             self._dispatch(door, session, message)
         except ProtocolError as error:
-            self._refuse(door, session, error)
+            self._refusals.refuse(door, session, error)
         except UnauthenticatedError as error:
-            self._refuse_stranger(door, session, error.code)
+            self._refusals.refuse_stranger(door, session, error.code)
 
     async def _decode(self, session: Session, frames: list[bytes]) -> wire.ClientMessage:
         if is_own_id(session.peer):
@@ -171,25 +173,6 @@ class Frontend:
         if size > LARGE_BYTES:
             return await self._loop.run_in_executor(self._decoder, decode, frames[0], limit)
         return decode(frames[0], limit)
-
-    def _refuse(self, door: Door, session: Session, error: ProtocolError) -> None:
-        self._bad_frames.count(error.code)
-        if error.code in _NOT_MESSAGES and not session.patience.take_bad_frame(self._loop.time()):
-            error = ProtocolError("flood", "too many bad frames; nothing of this peer is read for a second")
-        reply = wire.Error(
-            id=error.request_id or UNSET, code=error.code, message=str(error), field=error.field or UNSET
-        )
-        door.send(session, reply)
-
-    def _refuse_stranger(self, door: Door, session: Session, reason: str) -> None:
-        """The same answer whatever was wrong, later with each attempt; one who sends much is shut then."""
-        self._bad_frames.count(reason)
-        delay = session.patience.take_failed_login(self._loop.time())
-        reply = wire.Error(code="unauthenticated", message=str(UnauthenticatedError()))
-        self._loop.call_later(delay, door.send, session, reply)
-        if reason == "too_large":
-            session.patience.deaf_until = math.inf
-            self._loop.call_later(delay + LAST_WORDS_S, door.lose, session)
 
     def _dispatch(self, door: Door, session: Session, message: wire.ClientMessage) -> None:
         """Raises ProtocolError for what the peer may not ask, UnauthenticatedError before its hello."""
@@ -213,24 +196,25 @@ class Frontend:
             case wire.Ping():
                 self._ping(door, session, message.id)
             case wire.Drain():
-                if not session.tenant.operator:
-                    text = f"tenant {session.tenant.name!r} is not an operator"
-                    raise ProtocolError("forbidden", text, request_id=message.id)
+                _check_operator(session.tenant, message.id)
                 door.send(session, wire.Draining(id=message.id))
                 self._on_drain()
+            case wire.Reload():
+                _check_operator(session.tenant, message.id)
+                reload = self._loop.create_task(self._reload(door, session, message.id))
+                self._reloads.add(reload)
+                reload.add_done_callback(self._reloads.discard)
+
+    async def _reload(self, door: Door, session: Session, reply_id: str) -> None:
+        try:
+            changes = await self._on_reload()
+        except ConfigError as error:
+            door.send(session, wire.Error(id=reply_id, code=error.code, message=str(error)))
+        else:
+            door.send(session, wire.Reloaded(id=reply_id, changes=changes))
 
     def _greet(self, door: Door, session: Session, message: wire.Hello) -> None:
-        proof = self._credentials.proof_of(session.key, message.token)
-        tenant = self._credentials.tenant_of(proof)
-        if tenant is None:
-            raise UnauthenticatedError
-        if session.tenant not in (None, tenant):
-            raise ProtocolError("forbidden", "this connection belongs to another tenant")
-        if message.tenant not in ("", tenant.name):
-            raise ProtocolError("forbidden", "this credential belongs to another tenant", field="tenant")
-        if not door.admit(session, tenant, proof):
-            limit = self._config.server.max_clients
-            raise ProtocolError("too_many_clients", f"{limit} clients are connected, which is the limit")
+        tenant = self._reception.welcome(door, session, message)
         served = self.desk.served
         welcome = wire.Welcome(
             versions=(wire.PROTOCOL_VERSION, wire.PROTOCOL_VERSION),
@@ -291,3 +275,10 @@ class Frontend:
                     if session.sent_at <= quiet_since:
                         door.send(session, wire.KeepAlive(state="idle"))
             self._recorder.clients(len(self._submit.clients), self._buffered_bytes)
+
+
+def _check_operator(tenant: TenantConfig, request_id: str) -> None:
+    """Raises ProtocolError."""
+    if not tenant.operator:
+        text = f"tenant {tenant.name!r} is not an operator"
+        raise ProtocolError("forbidden", text, request_id=request_id)

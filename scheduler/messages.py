@@ -72,13 +72,19 @@ class Ping(_FromClient, frozen=True, kw_only=True, tag="ping"):
 
 
 class Drain(_FromClient, frozen=True, kw_only=True, tag="drain"):
-    """Stop admitting, finish what runs, exit. For operators' tokens."""
+    """Stop admitting, finish what runs, exit. For operators."""
 
     id: EchoId = ""
 
 
-ClientMessage = Hello | Generate | Cancel | Status | Ping | Drain
-CLIENT_MESSAGE_TYPES = ("cancel", "drain", "generate", "hello", "ping", "status")
+class Reload(_FromClient, frozen=True, kw_only=True, tag="reload"):
+    """Read the configuration file anew, for its tenants. For operators."""
+
+    id: EchoId = ""
+
+
+ClientMessage = Hello | Generate | Cancel | Status | Ping | Drain | Reload
+CLIENT_MESSAGE_TYPES = ("cancel", "drain", "generate", "hello", "ping", "reload", "status")
 
 
 class _FromServer(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -195,6 +201,13 @@ class Draining(_FromServer, frozen=True, kw_only=True, tag="draining"):
     id: str
 
 
+class Reloaded(_FromServer, frozen=True, kw_only=True, tag="reloaded"):
+    """`changes`: a line for each tenant that was added, removed or changed."""
+
+    id: str
+    changes: tuple[str, ...]
+
+
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`service`: weighted tokens over weight, as `fair` counts. `generated_tokens`: sent since the start."""
 
@@ -251,6 +264,7 @@ ServerMessage = (
     | CancelReply
     | Pong
     | Draining
+    | Reloaded
     | StatusReply
 )
 Terminal = Done | Error | Cancelled | Rejected

@@ -1,6 +1,7 @@
 """From submissions to steps, and from their results to events. Pure: it is told the time."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from mlxd.batching.plan import RowResult, StepPlan, StepResult
 from mlxd.batching.runner import RunnerInfo
@@ -9,7 +10,8 @@ from mlxd.metrics.recorder import NullRecorder, Recorder
 from mlxd.metrics.stats import RequestStats, StepStats
 from mlxd.scheduler.admission import Admission
 from mlxd.scheduler.batch import Batch
-from mlxd.scheduler.config import Config
+from mlxd.scheduler.config import Config, TenantConfig
+from mlxd.scheduler.errors import RevokedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.policy import make_policy
@@ -126,7 +128,21 @@ class Scheduler:
     def cancel(self, key: RequestKey, outcome: str, now: float) -> list[Event]:
         """End an open request with `outcome`; an unknown key is nothing."""
         request = self._open.get(key)
-        return [] if request is None else [self._finish(request, outcome, now)]
+        if request is None:
+            return []
+        return [self._revoke(request, now) if outcome == "revoked" else self._finish(request, outcome, now)]
+
+    def set_tenants(self, tenants: Sequence[TenantConfig], now: float) -> list[Event]:
+        """Take new settings; requests of tenants that are gone end."""
+        names = {tenant.name for tenant in tenants}
+        gone = [request for request in self._open.values() if request.tenant not in names]
+        events: list[Event] = [self._revoke(request, now) for request in gone]
+        self.book.update(tenants)
+        return events
+
+    def _revoke(self, request: Request, now: float) -> Finished:
+        error = RevokedError()
+        return self._finish(request, "revoked", now, error.code, str(error))
 
     def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
         """Tell the end of every open request and touch nothing else: the rest of the state may be broken."""

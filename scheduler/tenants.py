@@ -71,12 +71,29 @@ class TenantBook:
 
     def __init__(self, configs: Sequence[TenantConfig], reservable_bytes: float) -> None:
         """`reservable_bytes`: what all rows may reserve together; shares are of it."""
-        self._tenants = {
-            c.name: Tenant(c.name, c.weight, c.max_running, c.max_waiting, int(c.kv_share * reservable_bytes))
-            for c in configs
-        }
+        self._reservable_bytes = reservable_bytes
+        self._tenants: dict[str, Tenant] = {}
         self.queued: dict[str, Tenant] = {}
+        self.touched: set[str] = set()
+        self.update(configs)
+
+    def update(self, configs: Sequence[TenantConfig]) -> None:
+        """Take new settings; what a tenant holds and was served stays. One that is gone holds nothing."""
+        before, self._tenants = self._tenants, {}
+        for c in configs:
+            max_kv_bytes = int(c.kv_share * self._reservable_bytes)
+            tenant = before.pop(c.name, None)
+            if tenant is None:
+                tenant = Tenant(c.name, c.weight, c.max_running, c.max_waiting, max_kv_bytes)
+            else:
+                tenant.weight, tenant.max_kv_bytes = c.weight, max_kv_bytes
+                tenant.max_running, tenant.max_waiting = c.max_running, c.max_waiting
+            self._tenants[c.name] = tenant
+        assert not any(gone.queue or gone.num_running for gone in before.values()), "its requests have ended"
         self.touched = set(self._tenants)
+
+    def __len__(self) -> int:
+        return len(self._tenants)
 
     def __getitem__(self, name: str) -> Tenant:
         return self._tenants[name]

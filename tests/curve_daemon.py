@@ -44,9 +44,6 @@ class KeyPeer(Peer):
                 return seen
         raise AssertionError(f"nothing of the kind came in time: {seen}")
 
-    def is_silent(self, for_s: float = 0.2) -> bool:
-        return not self._socket.poll(int(for_s * 1000))
-
     def __exit__(self, *exc: object) -> None:
         self._socket.disable_monitor()
         self._monitor.close()

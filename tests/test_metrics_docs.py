@@ -94,9 +94,9 @@ def test_the_documented_series_budget_holds() -> None:
         return sum(len(metric.samples) for metric in exported(recorder))
 
     per_tenant = (num_series(60) - num_series(10)) / 50
-    assert per_tenant == 66 + 1, "66, and one rejection reason"
+    assert per_tenant == 67 + 1, "67, and one rejection reason"
     assert num_series(50) - 50 * per_tenant == pytest.approx(200, abs=30)
-    assert num_series(50) == pytest.approx(3550, abs=100)
+    assert num_series(50) == pytest.approx(3600, abs=100)
 
 
 def test_example_queries_dashboard_and_alerts_name_only_exported_series() -> None:
