@@ -23,8 +23,17 @@ KEYS = {name: KeyPair.make() for name in TENANTS}
 class KeyPeer(Peer):
     """A DEALER with keys of its own choice; `keys` None speaks in the clear."""
 
-    def __init__(self, endpoint: str, keys: KeyPair | None, server_key: str = SERVER.public) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        keys: KeyPair | None,
+        server_key: str = SERVER.public,
+        *,
+        routing_id: bytes = b"",
+    ) -> None:
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        if routing_id:
+            self._socket.set(zmq.ROUTING_ID, routing_id)
         self._socket.set(zmq.LINGER, 0)
         if keys is not None:
             self._socket.set(zmq.CURVE_SECRETKEY, keys.secret.encode())
@@ -85,11 +94,12 @@ def curve_daemon(folder: Path, **options: Any) -> Iterator[CurveDaemon]:
 
 
 class Relay:
-    """Between a peer and a daemon: passes on what they send, and may say it again."""
+    """Between a peer and a daemon: passes on what they send. `sent`: what the peer did."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self._ends = {client: server, server: client}
-        self.server = server
+        self.client, self.server = client, server
+        self.sent: list[bytes] = []
         for end in self._ends:
             end.settimeout(0.02)
 
@@ -102,7 +112,14 @@ class Relay:
                 with suppress(TimeoutError):
                     data = source.recv(2**16)
                     target.sendall(data)
+                    if source is self.client:
+                        self.sent.append(data)
                     yield data
+
+    def from_client(self) -> bytes:
+        """What the peer sends next, which is not passed on."""
+        self.client.settimeout(5.0)
+        return self.client.recv(2**16)
 
 
 @contextmanager
