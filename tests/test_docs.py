@@ -98,3 +98,13 @@ def test_every_setting_is_documented_with_its_default() -> None:
                 assert written == "required"
             else:
                 assert yaml.safe_load(written.strip("`")) == field.default, f"{name}.{field.name}"
+
+
+def test_what_was_tried_names_tests_that_exist_and_all_of_test_security() -> None:
+    section = (ROOT / "docs/security.md").read_text().split("\n## What was tried\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(test_\w+)` \|$", section, re.MULTILINE))
+    sources = {
+        name: (ROOT / f"tests/{name}.py").read_text() for name in re.findall(r"/(test_\w+)\.py`", section)
+    }
+    found = {name: set(re.findall(r"^def (test_\w+)", text, re.MULTILINE)) for name, text in sources.items()}
+    assert found["test_security"] <= named <= set().union(*found.values())
