@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from mlxd.caches.conformance_rows import NUM_PAGES, Rows, Subject, alone
-from mlxd.caches.contract import has_spec_round, is_compiled_decode, is_row_batch, signature_of
+from mlxd.caches.contract import (
+    KvDonorRows,
+    donor_attention_of,
+    has_spec_round,
+    is_compiled_decode,
+    is_row_batch,
+    signature_of,
+)
 
 __all__ = ["CacheConformance", "Subject"]
 
@@ -24,6 +31,28 @@ def _assert_as_alone(subject: Subject, rows: Rows) -> None:
     positions = dict(rows.offsets)
     for row, output in rows.append().items():
         np.testing.assert_allclose(output, alone(subject, row, positions[row]), rtol=1e-5, atol=1e-6)
+
+
+def _goes_back(rows: Rows, keep: int) -> bool:
+    """Undo the open round of a single row; False where that is refused."""
+    try:
+        rows.cache.spec_round_rollback([keep])
+    except ValueError:
+        return False
+    return True
+
+
+def _attention_over(lent: KvDonorRows, queries: mx.array, scale: float) -> list[mx.array]:
+    """Of each row, [1, n_heads, L, value_dim], over its live columns."""
+    return [
+        mx.fast.scaled_dot_product_attention(
+            queries[row : row + 1],
+            lent.keys[row : row + 1, :, start:end],
+            lent.values[row : row + 1, :, start:end],
+            scale=scale,
+        )
+        for row, (start, end) in enumerate(zip(lent.starts, lent.ends, strict=True))
+    ]
 
 
 class CacheConformance:
@@ -140,12 +169,15 @@ class CacheConformance:
         assert [array.shape for array in rows.cache.state()] == shapes
         assert not any(array.any() for array in rows.state(slice(None)))
 
-    def test_a_compiled_step_computes_what_an_eager_one_does(self) -> None:
-        eager, compiled = self.rows_at(5, 3), self.rows_at(5, 3)
-        for _ in range(3):
+    def test_a_compiled_step_computes_and_stores_what_an_eager_one_does(self) -> None:
+        eager, compiled = self.rows_at(12, 3), self.rows_at(12, 3)
+        for _ in range(14):
             expected, found = eager.append(), compiled.append(compiled=True)
             for row in expected:
                 np.testing.assert_allclose(found[row], expected[row], rtol=1e-5, atol=1e-6)
+            stored = zip(eager.state(slice(1, None)), compiled.state(slice(1, None)), strict=True)
+            for kept, array in stored:
+                np.testing.assert_allclose(array, kept, rtol=1e-5, atol=1e-6)
 
     def test_dropped_positions_are_as_if_they_had_never_been(self) -> None:
         rows = self.rows_at(4, 2)
@@ -161,7 +193,7 @@ class CacheConformance:
         for _ in range(4):
             _assert_as_alone(self.subject, rows)
 
-    @pytest.mark.parametrize("keep", [(0, 0), (3, 1), (2, 3), (3, 3)])
+    @pytest.mark.parametrize("keep", [(0, 0), (3, 1), (1, 2), (2, 3), (3, 3)])
     def test_a_round_keeps_what_each_row_accepted_to_the_bit(self, keep: Sequence[int]) -> None:
         rows = self.round_of(3, 7, 1)
         rows.cache.spec_round_rollback(keep)
@@ -184,6 +216,21 @@ class CacheConformance:
             rows.append()
         return rows
 
+    def test_a_round_whose_pages_were_handed_back_is_not_undone_unseen(self) -> None:
+        """A row may go back as far as it still computes what it does alone; further is refused."""
+        for keep in range(7):
+            rows = self.rows_at(9)
+            rows.append()
+            rows.cache.spec_round_begin()
+            for _ in range(6):
+                rows.append()
+            if _goes_back(rows, keep):
+                rows.adopt_offsets()
+                _assert_as_alone(self.subject, rows)
+            else:
+                assert keep < 6
+                assert rows.cache.row_offsets == (16,)
+
     def test_a_round_that_was_accepted_cannot_be_undone(self) -> None:
         rows = self.round_of(2, 2, 1)
         rows.cache.spec_round_commit()
@@ -199,14 +246,15 @@ class CacheConformance:
             rows.cache.spec_round_rollback(keep)
         assert rows.cache.row_offsets == (5, 4)
 
-    def test_what_it_lends_outlives_appends_pages_and_the_cache(self) -> None:
-        rows = self.rows_at(8, 4)
+    @pytest.mark.parametrize("offsets", [(8, 4), (7, 3)])
+    def test_what_it_lends_outlives_appends_pages_and_the_cache(self, offsets: Sequence[int]) -> None:
+        rows = self.rows_at(*offsets)
         rows.append()
         try:
             donor = rows.cache.capture_donor_rows()
         except ValueError as error:
             pytest.skip(str(error))
-        assert donor.offsets == (9, 5)
+        assert donor.offsets == tuple(offset + 1 for offset in offsets)
         window = self.subject.spec.window or max(donor.offsets)
         lent = [end - start for start, end in zip(donor.starts, donor.ends, strict=True)]
         assert lent == [min(window, offset) for offset in donor.offsets]
@@ -217,6 +265,27 @@ class CacheConformance:
         rows.scrub(mx.arange(1, NUM_PAGES + 1))
         rows.cache.dispose()
         np.testing.assert_array_equal(np.array(donor.keys), before)
+
+    @pytest.mark.parametrize("offsets", [(8, 4), (7, 3), (3, 7)])
+    def test_what_it_lends_to_attend_reads_what_each_row_holds(self, offsets: Sequence[int]) -> None:
+        rows = self.rows_at(*offsets)
+        rows.append()
+        donor = donor_attention_of(rows.cache)
+        if donor is None:
+            pytest.skip("it has no keys and values that attend by themselves")
+        lent = rows.cache.capture_donor_rows()
+        assert donor.offsets == lent.offsets == tuple(offset + 1 for offset in offsets)
+        _, heads, _, dim = lent.keys.shape
+        queries = mx.sin(7.3 * mx.arange(2 * 2 * heads * 3 * dim).reshape(2, 2 * heads, 3, dim))
+        before = np.array(donor.attend(queries, 0.3))
+        for row, expected in enumerate(_attention_over(lent, queries, 0.3)):
+            np.testing.assert_allclose(before[row : row + 1], np.array(expected), rtol=1e-5, atol=1e-5)
+        for _ in range(12):
+            rows.append()
+        rows.leave(0)
+        rows.scrub(mx.arange(1, NUM_PAGES + 1))
+        rows.cache.dispose()
+        np.testing.assert_array_equal(np.array(donor.attend(queries, 0.3)), before)
 
     def test_dispose_may_be_repeated_and_leaves_nothing(self) -> None:
         rows = self.rows_at(5)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -122,13 +122,20 @@ class KvDonorRows:
 
 
 class KvDonorAttention(Protocol):
-    """Like KvDonorRows, but the storage stays encoded and attends by itself."""
+    """Like KvDonorRows, but the storage stays as it is and attends by itself."""
 
-    offsets: tuple[int, ...]
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
 
-    def attend(self, queries: mx.array, scale: float) -> mx.array: ...
+    @property
+    def starts(self) -> tuple[int, ...]: ...
+
+    @property
+    def ends(self) -> tuple[int, ...]: ...
+
+    def attend(self, queries: mx.array, scale: float) -> mx.array:
+        """Attention of [num_rows, n_heads, L, key_dim] to each row's columns starts[i] <= j < ends[i]."""
+        ...
 
 
 @runtime_checkable
@@ -143,7 +150,7 @@ class CompiledDecodeCache(Protocol):
     """One layer's state, drivable by the compiled step.
 
     `offset` is the largest number of committed positions over the rows; `row_offsets` says it a row.
-    Optional members are None where a kind has no use for them: `prefill_maintenance`, `composed`,
+    Optional members are None or absent where a kind has no use for them: `prefill_maintenance`, `composed`,
     `capture_donor_attention` and the three `spec_round_*`, which come all or none.
     """
 
@@ -298,6 +305,12 @@ def has_spec_round(cache: object) -> bool:
     if present and len(present) != len(names):
         raise SignatureError(f"{type(cache).__name__} has {present} but not all of {names}")
     return bool(present)
+
+
+def donor_attention_of(cache: object) -> KvDonorAttention | None:
+    """What it lends now to attend by itself; None for a kind that has no such thing."""
+    capture = getattr(cache, "capture_donor_attention", None)
+    return None if capture is None else cast(KvDonorAttention, capture())
 
 
 def signature_of(cache: object) -> str:

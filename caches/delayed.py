@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows, PrefillStandIn
 from mlxd.caches.delayed_step import DelayedShape, DelayedStandIn
+from mlxd.caches.donor import Donor, MixedDonor
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged import PagedRows, PagedStandIn
 from mlxd.caches.paged_view import PrefillView
@@ -15,10 +16,10 @@ from mlxd.caches.quantized import (
     QuantizedRotatingRows,
     QuantizedRows,
     QuantizedStandIn,
-    keys_and_values,
     planes_of,
 )
 from mlxd.caches.rotating import RotatingRows
+from mlxd.caches.rounds import check_window, offsets_kept
 from mlxd.caches.row_group import RowGroup
 from mlxd.caches.row_offsets import RowOffsets
 
@@ -32,7 +33,6 @@ class DelayedRows(RowOffsets):
     """
 
     state_needs_dispose = False
-    capture_donor_attention = None
 
     def __init__(self, shape: DelayedShape, group: RowGroup, num_pages: int) -> None:
         assert group.successor is not None, "rows need a group to be packed in"
@@ -231,42 +231,42 @@ class DelayedRows(RowOffsets):
             self._pack_reached(before)
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
-        """Raises ValueError where no round is open or a row would keep more than it appended."""
-        if self._round is None:
-            raise ValueError("no speculative round is open")
-        for before, now, kept in zip(self._round, self._offsets, keep, strict=True):
-            if not 0 <= kept <= now - before:
-                raise ValueError(f"keep is {kept}; the row appended {now - before} positions in this round")
-        self._offsets = tuple(before + kept for before, kept in zip(self._round, keep, strict=True))
+        """As `PagedRows.spec_round_rollback`."""
+        kept = offsets_kept(self._round, self._offsets, keep)
+        for table, offset in zip(self.group.tables, kept, strict=True):
+            serving = table if offset < self.boundary else table.successor
+            assert serving is not None
+            check_window(serving, offset)
+        self._offsets = kept
         self.spec_round_commit()
 
     def capture_donor_rows(self) -> KvDonorRows:
-        """A dense copy, pages gathered into order; later appends, leaves and disposal do not reach it."""
-        window = self.group.spec.window
-        keys, values, starts, ends = [], [], [], []
-        for table, offset in zip(self.group.tables, self._offsets, strict=True):
-            storage, held = self._held(table, offset)
-            row = self._in_order(storage, held)
-            keys.append(row[0])
-            values.append(row[1])
-            ends.append(offset - held.start)
-            starts.append(0 if window is None else max(0, ends[-1] - window))
-        return KvDonorRows(_stacked(keys), _stacked(values), self._offsets, tuple(starts), tuple(ends))
+        """A dense copy; later appends, leaves and disposal do not reach it."""
+        return self.capture_donor_attention().rows()
+
+    def capture_donor_attention(self) -> Donor:
+        """Each row as it is stored; later appends, conversions, leaves and disposal do not reach it."""
+        held = [self._held(*row) for row in zip(self.group.tables, self._offsets, strict=True)]
+        parts, places = list[Donor](), list[list[int]]()
+        for storage in self.storages:
+            if rows := [row for row, (holder, _) in enumerate(held) if holder is storage]:
+                tables = [held[row][1] for row in rows]
+                parts.append(storage.lend(tables, [self._offsets[row] for row in rows]))
+                places.append(rows)
+        return MixedDonor(parts, places)
 
     def _held(self, table: PageTable, offset: int) -> tuple[PagedRows, PageTable]:
-        """Where a row of so many positions lies."""
+        """Where the newest positions of a row of so many lie.
+
+        A row that was just packed, whose next position does not read all of them, has them dense alone.
+        """
         if offset < self.boundary:
             return self.dense, table
-        assert table.successor is not None
-        return self.packed, table.successor
-
-    def _in_order(self, storage: PagedRows, table: PageTable) -> list[mx.array]:
-        """Keys and values of one row, each [n_kv_heads, columns, dim], dense."""
-        pages = mx.array(table.pages, dtype=mx.int32)
-        planes = [plane[pages].swapaxes(0, 1).flatten(1, 2) for plane in storage.planes]
-        if storage is self.dense:
-            return planes
-        return [packed.dense() for packed in keys_and_values(planes, self.shape.quantization)]
+        packed, window = table.successor, self.group.spec.window
+        assert packed is not None
+        oldest = 0 if window is None else max(0, offset - window)
+        is_whole = packed.start <= oldest and offset <= packed.end
+        return (self.packed, packed) if is_whole or not table.pages else (self.dense, table)
 
     def reset(self) -> None:
         for storage in self.storages:
@@ -277,9 +277,3 @@ class DelayedRows(RowOffsets):
         for storage in self.storages:
             storage.dispose()
         self._forget_rows()
-
-
-def _stacked(rows: Sequence[mx.array]) -> mx.array:
-    """[num_rows, heads, width, dim], shorter rows filled up with zeros at their ends."""
-    width = max(row.shape[1] for row in rows)
-    return mx.stack([mx.pad(row, [(0, 0), (0, width - row.shape[1]), (0, 0)]) for row in rows])

@@ -42,9 +42,14 @@ class Packed:
 
     def matmul(self, x: mx.array, *, transpose: bool) -> mx.array:
         """`x` times these matrices, or times their transposes; leading axes are equal."""
+        # CUDA has no product of slices and transposes; elsewhere MLX would copy them itself.
         kind = self.quantization
         return mx.quantized_matmul(
-            x, *self.planes, transpose=transpose, group_size=kind.group_size, bits=kind.bits
+            mx.contiguous(x),
+            *map(mx.contiguous, self.planes),
+            transpose=transpose,
+            group_size=kind.group_size,
+            bits=kind.bits,
         )
 
     def gather_matmul(
@@ -61,7 +66,7 @@ class Packed:
         kind = self.quantization
         codes, scales, biases = (plane.reshape(-1, *plane.shape[-2:]) for plane in self.planes)
         return mx.gather_qmm(
-            x,
+            mx.contiguous(x),
             codes,
             scales,
             biases,

@@ -14,7 +14,10 @@ from mlxd.caches.contract import (
     KvDonorRows,
     PageStorage,
 )
+from mlxd.caches.donor import DenseDonor, Donor
+from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged_view import PagedView, PrefillView, write_position
+from mlxd.caches.rounds import check_window, offsets_kept
 from mlxd.caches.row_group import RowGroup
 from mlxd.caches.row_offsets import RowOffsets
 
@@ -225,37 +228,57 @@ class PagedRows(RowOffsets):
         self._round = None
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
-        """Raises ValueError where no round is open or a row would keep more than it appended."""
-        if self._round is None:
-            raise ValueError("no speculative round is open")
-        for before, now, kept in zip(self._round, self._offsets, keep, strict=True):
-            if not 0 <= kept <= now - before:
-                raise ValueError(f"keep is {kept}; the row appended {now - before} positions in this round")
-        self._offsets = tuple(before + kept for before, kept in zip(self._round, keep, strict=True))
+        """Whoever drives a round hands no page back until it is resolved.
+
+        Raises:
+            ValueError: no round is open, a row would keep more than it appended, or its window would reach
+                into pages that were handed back all the same.
+        """
+        kept = offsets_kept(self._round, self._offsets, keep)
+        for table, offset in zip(self.group.tables, kept, strict=True):
+            check_window(table, offset)
+        self._offsets = kept
         self._round = None
 
     def capture_donor_rows(self) -> KvDonorRows:
-        """A copy, pages gathered into order; later appends, leaves and disposal do not reach it."""
-        keys, values = self._planes_in_order()
-        starts, ends = self._live_columns()
-        return KvDonorRows(keys, values, self._offsets, starts, ends)
+        """A dense copy; later appends, leaves and disposal do not reach it."""
+        return self.capture_donor_attention().rows()
 
-    def _planes_in_order(self) -> list[mx.array]:
+    def capture_donor_attention(self) -> Donor:
+        """A copy in the layer's own format; later appends, leaves and disposal do not reach it."""
+        return self.lend(self.group.tables, self._offsets)
+
+    def lend(self, tables: Sequence[PageTable], offsets: Sequence[int]) -> Donor:
+        """A copy of what rows of so many positions hold in these pages, gathered into order."""
+        keys, values = self._planes_in_order(tables)
+        starts, ends = self._live_columns(tables, offsets)
+        return DenseDonor(keys, values, tuple(offsets), starts, ends)
+
+    def _planes_in_order(self, tables: Sequence[PageTable]) -> list[mx.array]:
         """Each plane as [num_rows, n_kv_heads, T * page_size, width]: a copy of the rows' pages."""
-        table = mx.array(self.group.table[: self.num_rows], dtype=mx.int32)
-        return [_in_order(plane, table) for plane in self.planes]
+        index = _padded_pages(tables)
+        return [_in_order(plane, index) for plane in self.planes]
 
-    def _live_columns(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """First and one past the last column that each row's next position attends to, in its pages."""
-        bases = [int(start) for start in self.group.start[: self.num_rows]]
+    def _live_columns(
+        self, tables: Sequence[PageTable], offsets: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """First and one past the last column of each row that is in its window, in its pages."""
         window = self.group.spec.window
-        ends = tuple(offset - base for offset, base in zip(self._offsets, bases, strict=True))
+        ends = tuple(offset - table.start for table, offset in zip(tables, offsets, strict=True))
         return tuple(0 if window is None else max(0, end - window) for end in ends), ends
 
     def dispose(self) -> None:
         self.planes = []
         self._offsets = ()
         self._round = None
+
+
+def _padded_pages(tables: Sequence[PageTable]) -> mx.array:
+    """int32 [num_rows, T]; shorter rows repeat their last page, since masked numbers must be finite too."""
+    assert all(table.pages for table in tables), "a row that left has nothing to lend"
+    width = max((len(table.pages) for table in tables), default=0)
+    pages = [table.pages + table.pages[-1:] * (width - len(table.pages)) for table in tables]
+    return mx.array(pages, dtype=mx.int32).reshape(len(tables), width)
 
 
 def _in_order(pool: mx.array, table: mx.array) -> mx.array:

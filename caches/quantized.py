@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, KvDonorRows
+from mlxd.caches.donor import Donor, live_columns
 from mlxd.caches.packed import Packed, attend, pack
+from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged import LayerShape, PagedRows
 from mlxd.caches.paged_view import PagedView, PrefillView, write_position
 from mlxd.caches.quantization import Quantization
@@ -128,7 +130,7 @@ class QuantizedPrefill:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedDonor:
-    """Packed keys and values for queries that are not the layer's own (contract.KvDonorAttention).
+    """Packed keys and values for queries that are not the layer's own (donor.Donor).
 
     Attributes:
         keys, values: [num_rows, n_kv_heads, width, dim], oldest first.
@@ -141,10 +143,12 @@ class QuantizedDonor:
     ends: tuple[int, ...]
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
-        """Attention of [num_rows, n_heads, L, key_dim] to each row's columns starts[i] <= j < ends[i]."""
-        column = mx.arange(self.keys.codes.shape[2])
-        live = (column >= mx.array(self.starts)[:, None]) & (column < mx.array(self.ends)[:, None])
-        return attend(queries, self.keys, self.values, scale, live[:, None, None, :])
+        mask = live_columns(self, self.keys.codes.shape[2])
+        return attend(queries, self.keys, self.values, scale, mask)
+
+    def rows(self) -> KvDonorRows:
+        keys, values = self.keys.dense(), self.values.dense()
+        return KvDonorRows(keys, values, self.offsets, self.starts, self.ends)
 
 
 class QuantizedRows(PagedRows):
@@ -175,17 +179,11 @@ class QuantizedRows(PagedRows):
     def prefill(self, view: PrefillView) -> QuantizedPrefill:  # type: ignore[override]
         return QuantizedPrefill(self, view)
 
-    def capture_donor_rows(self) -> KvDonorRows:
-        """A dense copy; `capture_donor_attention` costs a fraction of it."""
-        donor = self.capture_donor_attention()
-        keys, values = donor.keys.dense(), donor.values.dense()
-        return KvDonorRows(keys, values, donor.offsets, donor.starts, donor.ends)
-
-    def capture_donor_attention(self) -> QuantizedDonor:
-        """A packed copy, pages gathered into order; later appends, leaves and disposal do not reach it."""
-        keys, values = keys_and_values(self._planes_in_order(), self.shape.quantization)
-        starts, ends = self._live_columns()
-        return QuantizedDonor(keys, values, self._offsets, starts, ends)
+    def lend(self, tables: Sequence[PageTable], offsets: Sequence[int]) -> Donor:
+        """A packed copy; a dense one costs several times as much."""
+        keys, values = keys_and_values(self._planes_in_order(tables), self.shape.quantization)
+        starts, ends = self._live_columns(tables, offsets)
+        return QuantizedDonor(keys, values, tuple(offsets), starts, ends)
 
 
 class QuantizedRotatingRows(QuantizedRows, RotatingRows):

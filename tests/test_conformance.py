@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from cache_subjects import WINDOW, delayed, packed, paged, recurrent
+from cache_subjects import PAGE, WINDOW, delayed, packed, paged, recurrent
 
 from mlxd.caches.conformance import CacheConformance, Subject
 from mlxd.caches.contract import DecodeSlot, KvDonorRows
+from mlxd.caches.donor import DenseDonor, Donor
 from mlxd.caches.paged import PagedRows
 from mlxd.caches.paged_view import PrefillView
 from mlxd.caches.quantized import QuantizedRotatingRows, QuantizedRows
 from mlxd.caches.recurrent import RecurrentPrefill, RecurrentRows
 from mlxd.caches.rotating import RotatingRows
+from mlxd.caches.rounds import offsets_kept
 
 
 class TestPaged(CacheConformance):
@@ -22,6 +24,16 @@ class TestPaged(CacheConformance):
 
 class TestRotating(CacheConformance):
     subject = paged(RotatingRows, WINDOW)
+
+
+class TestRotatingByOne(CacheConformance):
+    """A position attends to itself alone."""
+
+    subject = paged(RotatingRows, 1)
+
+
+class TestRotatingByPages(CacheConformance):
+    subject = paged(RotatingRows, 2 * PAGE)
 
 
 class TestQuantized(CacheConformance):
@@ -74,6 +86,23 @@ class LendsThePool(PagedRows):
         return replace(donor, starts=tuple(0 for _ in donor.starts), ends=tuple(9 for _ in donor.ends))
 
 
+class GoesBackBlindly(RotatingRows):
+    def spec_round_rollback(self, keep: Sequence[int]) -> None:
+        self._offsets = offsets_kept(self._round, self._offsets, keep)
+
+
+class LendsMoreThanItsWindow(RotatingRows):
+    """To attend; read, it is right."""
+
+    def capture_donor_rows(self) -> KvDonorRows:
+        return self.lend(self.group.tables, self.row_offsets).rows()
+
+    def capture_donor_attention(self) -> Donor:
+        donor = super().capture_donor_attention()
+        assert isinstance(donor, DenseDonor)
+        return replace(donor, starts=tuple(0 for _ in donor.starts))
+
+
 class Renamed(PagedRows):
     def signature(self) -> str:
         return f"kv:{self.offset}"
@@ -92,7 +121,17 @@ class SharesItsSlots(RecurrentRows):
     [
         (paged(NeverScrubbed), "test_scrub_zeroes_its_pages_and_no_other", ()),
         (paged(Stuck), "test_commit_moves_every_row_by_one", ()),
-        (paged(LendsThePool), "test_what_it_lends_outlives_appends_pages_and_the_cache", ()),
+        (paged(LendsThePool), "test_what_it_lends_outlives_appends_pages_and_the_cache", ((8, 4),)),
+        (
+            paged(GoesBackBlindly, WINDOW),
+            "test_a_round_whose_pages_were_handed_back_is_not_undone_unseen",
+            (),
+        ),
+        (
+            paged(LendsMoreThanItsWindow, WINDOW),
+            "test_what_it_lends_to_attend_reads_what_each_row_holds",
+            ((8, 4),),
+        ),
         (paged(Renamed), "test_its_identity_is_a_name_that_never_changes", ()),
         (recurrent(ForgetsToRestore), "test_a_round_keeps_what_each_row_accepted_to_the_bit", ((1, 2),)),
         (recurrent(SharesItsSlots), "test_a_prompt_in_chunks_is_as_good_as_one_decoded", ()),

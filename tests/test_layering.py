@@ -37,6 +37,7 @@ MLX_OWNERS = {
         "conformance_rows",
         "delayed",
         "delayed_step",
+        "donor",
         "kinds",
         "mlx_lm_import",
         "packed",

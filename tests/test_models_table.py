@@ -4,7 +4,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from models_table import BEGIN, DOCUMENT, END, Verdict, judge, table
+from models_table import (
+    DOCUMENT,
+    NATIVE_HEAD,
+    PACKED_HEAD,
+    PackedVerdict,
+    Verdict,
+    judge,
+    judge_packed,
+    lines_of,
+    table,
+    written,
+)
 from tiny_zoo import MODELS
 
 NOT_TRIED = {"olmo", "prism_hadamard_qwen35"}
@@ -36,25 +47,64 @@ FAMILIES = (
 """Each way of keeping state, each way of being refused, and what is wrong batched elsewhere."""
 
 
-def lines() -> list[str]:
-    return DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+PACKED_FAMILIES = ("llama", "gpt_oss", "qwen3_next", "gemma3n", "deepseek_v3", "mamba2")
+
+
+def lines(head: str) -> list[str]:
+    return lines_of(head, DOCUMENT.read_text())
+
+
+def check_native(name: str) -> None:
+    assert str(judge(name)) in lines(NATIVE_HEAD)
+
+
+def check_packed(name: str) -> None:
+    """A line is there as it should be, or there is none as there should not be."""
+    verdict = judge_packed(name)
+    found = [line for line in lines(PACKED_HEAD) if line.startswith(f"| {name} |")]
+    assert found == ([] if verdict is None else [str(verdict)])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_line_of_the_document_is_what_is_measured(name: str) -> None:
-    assert str(judge(name)) in lines()
+    check_native(name)
+
+
+@pytest.mark.parametrize("name", PACKED_FAMILIES)
+def test_a_line_of_packed_keys_and_values_is_what_is_measured(name: str) -> None:
+    check_packed(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(MODELS) - set(FAMILIES)))
 def test_every_line_of_the_document_is_what_is_measured(name: str) -> None:
-    assert str(judge(name)) in lines()
+    check_native(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(MODELS) - set(PACKED_FAMILIES)))
+def test_every_line_of_packed_keys_and_values_is_what_is_measured(name: str) -> None:
+    check_packed(name)
 
 
 def test_the_document_has_a_line_for_every_model_tried_and_no_other() -> None:
-    head = table([]).splitlines()
-    assert lines()[: len(head)] == head
-    assert [line.split(" | ")[0] for line in lines()[len(head) :]] == [f"| {name}" for name in MODELS]
+    expected = table(NATIVE_HEAD, [])
+    assert lines(NATIVE_HEAD)[:2] == expected
+    assert [line.split(" | ")[0] for line in lines(NATIVE_HEAD)[2:]] == [f"| {name}" for name in MODELS]
+
+
+def test_packed_keys_and_values_are_tried_for_every_model_that_is_served_with_any() -> None:
+    assert lines(PACKED_HEAD)[:2] == table(PACKED_HEAD, [])
+    served = [line.split(" | ") for line in lines(NATIVE_HEAD)[2:]]
+    expected = [name for name, state, *_ in served if "full" in state or "sliding" in state]
+    tried = [line.split(" | ")[0] for line in lines(PACKED_HEAD)[2:]]
+    assert set(expected) <= set(tried)
+
+
+def test_new_lines_take_the_place_of_the_old_ones_and_of_nothing_else() -> None:
+    document = "before\n\n| a |\n|---|\n| old |\n\nbetween\n\n| b |\n|---|\n| kept |\n\nafter\n"
+    found = written(document, {"| a |": ["| a |", "|---|", "| new |", "| more |"]})
+    assert found == document.replace("| old |", "| new |\n| more |")
 
 
 def test_every_model_file_of_mlx_lm_is_tried_or_named() -> None:
@@ -71,7 +121,7 @@ def test_every_model_file_of_mlx_lm_is_tried_or_named() -> None:
 
 
 def test_the_readme_counts_what_the_document_lists() -> None:
-    served = [line.split(" | ")[2] for line in lines()[2:]]
+    served = [line.split(" | ")[2] for line in lines(NATIVE_HEAD)[2:]]
     counts = {
         start: sum(text.startswith(start) for text in served) for start in ("batched", "one row", "refused")
     }
@@ -83,5 +133,6 @@ def test_the_readme_counts_what_the_document_lists() -> None:
 
 
 def test_what_is_wrong_shows() -> None:
-    line = str(Verdict("x", ("full",), "batched", ("gathered",), ("yes", "**no**", "yes", "yes")))
-    assert line == "| x | full | batched | gathered | yes | **no** | yes | yes |"
+    line = str(Verdict("x", ("full",), "batched", ("gathered",), ("yes", "**no**", "yes", "yes", "**no**")))
+    assert line == "| x | full | batched | gathered | yes | **no** | yes | yes | **no** |"
+    assert str(PackedVerdict("x", ("refused", "**no**: warm"))) == "| x | refused | **no**: warm |"

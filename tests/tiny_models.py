@@ -149,9 +149,14 @@ def make_rig(
     budget_bytes: int = 2**22,
     page_size: int = PAGE,
     quantization: Quantization | None = None,
+    model: nn.Module | None = None,
 ) -> Rig:
-    """A runner with fresh pools; it compiles only where asked to, since each graph may call a compiler."""
-    model = tiny_model(family)
+    """A runner with fresh pools; it compiles only where asked to, since each graph may call a compiler.
+
+    Args:
+        model: in place of the family's, with as large a vocabulary.
+    """
+    model = tiny_model(family) if model is None else model
     layers = inspect_layers(model)
     if quantization is not None:
         layers = packed_layers(layers, quantization)
