@@ -1,4 +1,4 @@
-"""Which socket addresses the daemon accepts: Unix sockets and loopback TCP; with CURVE any TCP alone."""
+"""Which socket addresses the daemon accepts: Unix sockets and loopback TCP; where it encrypts, any TCP."""
 
 import ipaddress
 import os
@@ -18,7 +18,7 @@ def check_socket_address(address: str, *, encrypted: bool = False) -> None:
     """
     scheme, _, rest = address.partition("://")
     if encrypted and scheme != "tcp":
-        raise ValueError(f"is {address!r}; with server.curve it must be tcp://HOST:PORT")
+        raise ValueError(f"is {address!r}; it must be tcp://HOST:PORT")
     if scheme == "ipc":
         _check_ipc_path(address, rest)
     elif scheme == "tcp":
@@ -27,7 +27,7 @@ def check_socket_address(address: str, *, encrypted: bool = False) -> None:
         except ValueError:
             raise ValueError(f"is {address!r}; it must be tcp://HOST:PORT with a port to 65535") from None
         if not (encrypted or is_loopback(host)):
-            raise ValueError(f"is {address!r}; without server.curve it must be ipc:// or a loopback address")
+            raise ValueError(f"is {address!r}; beyond loopback there are only the sockets of server.curve")
         if port == 0:
             raise ValueError(f"is {address!r}; its port must be from 1 to 65535")
     else:

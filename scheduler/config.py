@@ -10,7 +10,7 @@ from msgspec import Meta
 from mlxd.caches.budget import ALLOWED_BUDGETS, ALLOWED_SIZES, check_budget, parse_size
 from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
-from mlxd.scheduler.document import Document, Keys, parse_document, read_text
+from mlxd.scheduler.document import Document, Keys, parse_document, read_text, show_path
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.z85 import KEY_LENGTH, is_key
 
@@ -48,13 +48,15 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
 class CurveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Encryption of both sockets, which are tcp:// then. `secret_key_file`: from `mlxd keys new --server`."""
+    """Two more sockets, encrypted, for clients with keys. `secret_key_file`: of `mlxd keys new --server`."""
 
     secret_key_file: Annotated[str, Meta(min_length=1)]
+    submit: Address
+    control: Address
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sockets and their limits. Sizes in bytes. `curve`: None takes tokens, on this machine alone."""
+    """Sockets and their limits. Sizes in bytes. `curve`: None serves this machine alone."""
 
     submit: Address = "ipc:///tmp/mlxd.sock"
     control: Address = "ipc:///tmp/mlxd-control.sock"
@@ -225,33 +227,48 @@ def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
 
 
 def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:
-    for name, address in (("submit", server.submit), ("control", server.control)):
+    addresses = _addresses(server)
+    for keys, address in addresses.items():
         try:
-            check_socket_address(address, encrypted=server.curve is not None)
+            check_socket_address(address, encrypted=keys[1] == "curve")
         except ValueError as error:
-            yield ("server", name), str(error)
+            yield keys, str(error)
     try:
         split_host_port(server.metrics)
     except ValueError as error:
         yield ("server", "metrics"), str(error)
-    if server.control == server.submit:
-        yield ("server", "control"), f"is {server.control!r}; it must differ from server.submit"
-    for name, address in (("submit", server.submit), ("control", server.control)):
+    holders: dict[str, str] = {}
+    for keys, address in addresses.items():
+        name = show_path(keys)
+        first = holders.setdefault(address, name)
+        if first != name:
+            yield keys, f"is {address!r}; it must differ from {first}"
         if address.removeprefix("tcp://") == server.metrics:
-            yield ("server", "metrics"), f"is {server.metrics!r}; server.{name} has that port"
+            yield ("server", "metrics"), f"is {server.metrics!r}; {name} has that port"
+
+
+def _addresses(server: ServerConfig) -> dict[Keys, str]:
+    found: dict[Keys, str] = {
+        ("server", "submit"): server.submit,
+        ("server", "control"): server.control,
+    }
+    if server.curve is not None:
+        found["server", "curve", "submit"] = server.curve.submit
+        found["server", "curve", "control"] = server.curve.control
+    return found
 
 
 def _tenant_problems(config: Config) -> Iterator[tuple[Keys, str]]:
     names: dict[str, int] = {}
     holders: dict[str, int] = {}
-    needed = "token_sha256" if config.server.curve is None else "public_key"
     for index, tenant in enumerate(config.tenants):
         first = names.setdefault(tenant.name, index)
         if first != index:
             yield ("tenants", index, "name"), f"is {tenant.name!r}; tenants[{first}] has that name"
         credentials = {"token_sha256": tenant.token_hashes, "public_key": tenant.public_keys}
-        if not credentials[needed]:
-            yield ("tenants", index, needed), "is missing"
+        if not tenant.token_hashes and (config.server.curve is None or not tenant.public_keys):
+            hint = "" if config.server.curve is None else ", and public_key, too"
+            yield ("tenants", index, "token_sha256"), f"is missing{hint}"
         for key in tenant.public_keys:
             if not is_key(key):
                 yield ("tenants", index, "public_key"), f"is {key!r}; it is no key: Z85 text of 32 bytes"

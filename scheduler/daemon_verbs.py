@@ -46,7 +46,8 @@ def check(path: Path) -> None:
     config = Config.load(path)
     blas = ensure_blas()
     with _located_in(path), ProgressBars() as bars:
-        server_keys(config.server)
+        if config.server.curve is not None:
+            server_keys(config.server.curve)
         plan = _memory_plan(config, bars)
         check_shares(config, plan)
     print(f"{path}: ok")

@@ -1,13 +1,11 @@
-"""The two sockets: who speaks, what they may ask, and where it goes."""
+"""What comes in at the sockets: who speaks, what they may ask, and where it goes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
-
-import zmq.asyncio
 
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
@@ -15,19 +13,17 @@ from mlxd.scheduler.bad_frames import BadFrames
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.connections import is_own_id
 from mlxd.scheduler.desk import Desk
-from mlxd.scheduler.door import LINGER_MS, MAX_STRANGERS, Door
+from mlxd.scheduler.door import Door
+from mlxd.scheduler.doors import Doors
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ConfigError, ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
-from mlxd.scheduler.keys import KeyPair, server_keys
-from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
 from mlxd.scheduler.reading import LARGE_BYTES, Reader, size_of
 from mlxd.scheduler.reception import Reception
 from mlxd.scheduler.refusals import Refusals
 from mlxd.scheduler.reports import limits, status_reply
 from mlxd.scheduler.session import Session
-from mlxd.scheduler.zap import Gatekeeper
 
 MAX_STRANGER_BYTES = 2**12
 MAX_PINGS = 8
@@ -52,10 +48,10 @@ class Frontend:
         on_drain: Callable[[], None],
         on_reload: Callable[[], Awaitable[tuple[str, ...]]],
     ) -> None:
-        """Binds both sockets; owns a file at each ipc address from here on.
+        """Binds the sockets; owns a file at each ipc address from here on.
 
         Raises:
-            ConfigError: an address is taken or cannot be bound, or so many clients need more open files.
+            ConfigError, SettingError: what `Doors` raises.
         """
         self._config = config
         self._engine = engine
@@ -64,7 +60,6 @@ class Frontend:
         self._on_drain = on_drain
         self._on_reload = on_reload
         self._reloads: set[asyncio.Task[None]] = set()
-        check_open_files(config.server.max_clients, MAX_STRANGERS, allow_open_files())
         self._bad_frames = BadFrames(recorder)
         self._refusals = Refusals(self._bad_frames)
         self._reception = Reception(
@@ -73,33 +68,19 @@ class Frontend:
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
         self._decoder = ThreadPoolExecutor(1, "mlxd-decode")
-        keys = server_keys(config.server)
-        self._context = zmq.asyncio.Context()
-        with ExitStack() as undo:
-            undo.callback(self._context.destroy, linger=0)
-            self._gatekeeper = Gatekeeper(self._context, self._reception.may_enter)
-            undo.callback(self._gatekeeper.close)
-            self._submit = self._open_door(config.server.submit, keys)
-            undo.callback(self._submit.close)
-            self._control = self._open_door(config.server.control, keys)
-            undo.pop_all()
-        self.desk = Desk(engine, recorder, self._submit.send)
-
-    def _open_door(self, address: str, keys: KeyPair | None) -> Door:
-        return Door(
-            self._context,
-            address,
-            self._config.server,
-            self._recorder,
+        self._doors = Doors(
+            config.server,
+            recorder,
+            may_enter=self._reception.may_enter,
             on_gone=lambda session: self.desk.abandon(session, "client_gone"),
             on_slow=lambda session: self.desk.abandon(session, "slow_client"),
-            keys=keys,
         )
+        self.desk: Desk = Desk(engine, recorder, self._doors.send)
 
     def update(self, config: Config) -> None:
         """Take other tenants; clients whose credential is withdrawn are told so and closed."""
         self._config = config
-        self._reception.update(config.tenants, (self._submit, self._control))
+        self._reception.update(config.tenants, tuple(self._doors))
 
     def post(self, events: Sequence[Event]) -> None:
         """Take the engine's events; from any thread."""
@@ -113,30 +94,18 @@ class Frontend:
     async def run(self) -> None:
         """Serve until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for door in (self._submit, self._control):
+            for door in self._doors:
                 tasks.create_task(Reader(door, partial(self._take, door)).run())
-                tasks.create_task(door.flush_forever())
-            tasks.create_task(self._gatekeeper.run())
+            tasks.create_task(self._doors.run())
             tasks.create_task(self._beat())
             tasks.create_task(self._bad_frames.log_forever())
 
     async def close(self) -> None:
         """Give clients LINGER_MS to take what they were sent, then close the sockets."""
-        deadline = self._loop.time() + LINGER_MS / 1000
-        while self._buffered_bytes and self._loop.time() < deadline:
-            self._submit.flush()
-            self._control.flush()
-            await asyncio.sleep(0.01)
-        self._submit.close()
-        self._control.close()
-        self._gatekeeper.close()
+        await self._doors.close()
         self.desk.close()
         self._decoder.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._context.term)
-
-    @property
-    def _buffered_bytes(self) -> int:
-        return self._submit.buffered_bytes + self._control.buffered_bytes
+        await self._doors.term()
 
     async def _take(self, door: Door, session: Session, frames: list[bytes]) -> None:
         if session.gone or self._loop.time() < session.patience.deaf_until:
@@ -183,7 +152,7 @@ class Frontend:
             raise UnauthenticatedError
         match message:
             case wire.Generate():
-                if door is not self._submit:
+                if door is not self._doors.entrance(door).submit:
                     text = "generate belongs on the submit socket"
                     raise ProtocolError("unsupported", text, field="type", request_id=message.id)
                 self.desk.generate(session, message)
@@ -222,7 +191,7 @@ class Frontend:
             tenant=tenant.name,
             model=served.info.model if served else self._config.model.path,
             state=self._state,
-            control=self._control.endpoint,
+            control=self._doors.entrance(door).control.endpoint,
             limits=limits(self._config.server, served.info if served else None),
         )
         door.send(session, welcome)
@@ -267,14 +236,19 @@ class Frontend:
         while True:
             await asyncio.sleep(interval)
             quiet_since = self._loop.time() - interval
-            for session in tuple(self._submit.clients):
+            for session in self._clients:
                 self.desk.keep_alive(session, quiet_since)
-            for door in (self._submit, self._control):
+            for door in self._doors:
                 door.shut_strangers()
                 for session in tuple(door.clients):
                     if session.sent_at <= quiet_since:
                         door.send(session, wire.KeepAlive(state="idle"))
-            self._recorder.clients(len(self._submit.clients), self._buffered_bytes)
+            self._recorder.clients(len(self._clients), self._doors.buffered_bytes)
+
+    @property
+    def _clients(self) -> tuple[Session, ...]:
+        """Those that may have requests."""
+        return tuple(session for door in self._doors.submits for session in door.clients)
 
 
 def _check_operator(tenant: TenantConfig, request_id: str) -> None:

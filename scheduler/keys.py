@@ -10,10 +10,12 @@ from typing import Self
 import zmq
 
 from mlxd.batching.errors import SettingError
-from mlxd.scheduler.config import ServerConfig
+from mlxd.scheduler.config import CurveConfig
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.tokens import check_name, write_secret
 from mlxd.scheduler.z85 import KEY_LENGTH, is_key
+
+SUBMIT_PORT, CONTROL_PORT = 7000, 7001
 
 _MAX_FILE_BYTES = 256
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -83,14 +85,16 @@ def tenant_yaml(name: str, keys: KeyPair) -> str:
 
 
 def server_yaml(secret: Path) -> str:
-    return f"server:\n  curve:\n    secret_key_file: {json.dumps(str(secret.resolve()))}"
+    """The lines that open encrypted sockets on all addresses of this machine."""
+    return (
+        f"server:\n  curve:\n    secret_key_file: {json.dumps(str(secret.resolve()))}\n"
+        f"    submit: tcp://0.0.0.0:{SUBMIT_PORT}\n    control: tcp://0.0.0.0:{CONTROL_PORT}"
+    )
 
 
-def server_keys(config: ServerConfig) -> KeyPair | None:
-    """The daemon's own keys; None without CURVE. Raises SettingError where their file is no good."""
-    if config.curve is None:
-        return None
-    path = config.curve.secret_key_file
+def server_keys(config: CurveConfig) -> KeyPair:
+    """The daemon's own. Raises SettingError where their file is no good."""
+    path = config.secret_key_file
     try:
         return KeyPair.of_secret(_read_line(Path(path), is_secret=True))
     except ValueError as error:

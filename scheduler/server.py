@@ -149,6 +149,9 @@ class Server:
             self._config.server.control,
             metrics,
         )
+        curve = self._config.server.curve
+        if curve is not None:
+            logger.info("encrypted submit=%s control=%s", curve.submit, curve.control)
 
     async def _stop(self, frontend: Frontend, serving: asyncio.Task[None]) -> bool:
         """End what is open, the engine and the sockets. False: the engine hangs and was left behind."""

@@ -60,27 +60,39 @@ class KeyPeer(Peer):
 
 
 class CurveDaemon(Daemon):
-    def control(self, tenant: str = "acme") -> Peer:
-        return self.peer(tenant, control=True)
+    """Its ordinary sockets are there, too."""
 
-    def peer(self, tenant: str = "acme", *, control: bool = False) -> KeyPeer:
-        server = self.config.server
-        peer = KeyPeer(server.control if control else server.submit, KEYS[tenant])
-        assert peer.ask("hello", v=1)["tenant"] == tenant
-        return peer
+    @property
+    def curve(self) -> CurveConfig:
+        assert self.config.server.curve is not None
+        return self.config.server.curve
+
+    def submit(self, tenant: str = "acme", **options: Any) -> Peer:
+        return _greeted(KeyPeer(self.curve.submit, KEYS[tenant], **options), tenant)
+
+    def control(self, tenant: str = "acme") -> Peer:
+        return _greeted(KeyPeer(self.curve.control, KEYS[tenant]), tenant)
 
     def client(self, tenant: str = "acme", **options: Any) -> Client:
         keys = {"key": KEYS[tenant].secret, "server_key": SERVER.public}
-        return Client(self.config.server.submit, **{"timeout_s": 5.0} | keys | options)
+        return Client(self.curve.submit, **{"timeout_s": 5.0} | keys | options)
+
+
+def _greeted(peer: KeyPeer, tenant: str) -> KeyPeer:
+    assert peer.ask("hello", v=1)["tenant"] == tenant
+    return peer
 
 
 def curve_config(folder: Path, tenant: Mapping[str, Any] | None = None, **server: Any) -> Config:
     secret, _ = write_keys(folder, "server", SERVER)
     with ExitStack() as held:
         ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in "sc"]
-    addresses = {"submit": f"tcp://127.0.0.1:{ports[0]}", "control": f"tcp://127.0.0.1:{ports[1]}"}
-    curve = CurveConfig(secret_key_file=str(secret))
-    made = token_config(folder, tenant, **(addresses | {"curve": curve} | server))
+    curve = CurveConfig(
+        secret_key_file=str(secret),
+        submit=f"tcp://127.0.0.1:{ports[0]}",
+        control=f"tcp://127.0.0.1:{ports[1]}",
+    )
+    made = token_config(folder, tenant, curve=curve, **server)
     tenants = tuple(msgspec.structs.replace(t, public_key=KEYS[t.name].public) for t in made.tenants)
     return msgspec.structs.replace(made, tenants=tenants)
 

@@ -170,7 +170,7 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         (
             "server: {submit: 'tcp://0.0.0.0:7000'}",
             "x.yaml:4: server.submit is 'tcp://0.0.0.0:7000'; "
-            "without server.curve it must be ipc:// or a loopback address",
+            "beyond loopback there are only the sockets of server.curve",
         ),
         (
             "server: {metrics: 'localhost'}",
@@ -275,25 +275,34 @@ def test_credentials_that_are_none_are_named(credential: str, sentence: str) -> 
     assert f"tenants[0].{sentence}" in error_of(text)
 
 
-CURVE_SERVER = "server: {curve: {secret_key_file: /k}, submit: 'tcp://0.0.0.0:1', control: 'tcp://0.0.0.0:2'}"
+CURVE = "server: {curve: {secret_key_file: /k, submit: 'tcp://0.0.0.0:1', control: 'tcp://0.0.0.0:2'}}"
 
 
-def test_with_curve_any_tcp_address_is_accepted_and_every_tenant_has_a_key() -> None:
+def test_with_curve_a_tenant_has_a_key_or_a_token() -> None:
     tenants = f"version: 1\ntenants: [{{name: a, public_key: '{KEY}'}}, {{name: b"
-    config = Config.parse(f"{tenants}, public_key: '{OTHER_KEY}'}}]\n{CURVE_SERVER}")
-    assert config.server.curve == CurveConfig(secret_key_file="/k")
-    message = error_of(f"{tenants}, token_sha256: '{HASH}'}}]\n{CURVE_SERVER}")
-    assert message == "x.yaml:2: tenants[1].public_key is missing"
+    config = Config.parse(f"{tenants}, token_sha256: '{HASH}'}}]\n{CURVE}")
+    assert config.server.curve == CurveConfig(
+        secret_key_file="/k", submit="tcp://0.0.0.0:1", control="tcp://0.0.0.0:2"
+    )
+    message = error_of(f"{tenants}}}]\n{CURVE}")
+    assert message == "x.yaml:2: tenants[1].token_sha256 is missing, and public_key, too"
+    assert error_of(f"{tenants}}}]") == "x.yaml:2: tenants[0].token_sha256 is missing"
 
 
-def test_curve_is_for_tcp_alone() -> None:
-    text = (
-        f"version: 1\ntenants: [{{name: a, public_key: '{KEY}'}}]\nserver: {{curve: {{secret_key_file: /k}}}}"
-    )
-    assert (
-        error_of(text)
-        == "x.yaml:3: server.submit is 'ipc:///tmp/mlxd.sock'; with server.curve it must be tcp://HOST:PORT"
-    )
+@pytest.mark.parametrize(
+    ("submit", "sentence"),
+    [
+        ("ipc:///tmp/x", "server.curve.submit is 'ipc:///tmp/x'; it must be tcp://HOST:PORT"),
+        (
+            "tcp://0.0.0.0:2",
+            "server.curve.control is 'tcp://0.0.0.0:2'; it must differ from server.curve.submit",
+        ),
+        ("tcp://127.0.0.1:9464", "server.metrics is '127.0.0.1:9464'; server.curve.submit has that port"),
+    ],
+)
+def test_encrypted_sockets_are_tcp_and_have_addresses_of_their_own(submit: str, sentence: str) -> None:
+    curve = f"{{secret_key_file: /k, submit: '{submit}', control: 'tcp://0.0.0.0:2'}}"
+    assert error_of(with_section(f"server: {{curve: {curve}}}")) == f"x.yaml:4: {sentence}"
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", ".nan", "1e9", "'3'"])
@@ -460,9 +469,9 @@ def test_unix_sockets_and_loopback_are_accepted(address: str) -> None:
         ("tcp://127.0.0.1", "it must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:65536", "it must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:0", "its port must be from 1"),
-        ("tcp://10.0.0.1:7000", "without server.curve"),
-        ("tcp://example.com:7000", "without server.curve"),
-        ("tcp://[::]:7000", "without server.curve"),
+        ("tcp://10.0.0.1:7000", "beyond loopback there are only"),
+        ("tcp://example.com:7000", "beyond loopback there are only"),
+        ("tcp://[::]:7000", "beyond loopback there are only"),
     ],
 )
 def test_other_addresses_are_refused(address: str, reason: str) -> None:

@@ -45,7 +45,7 @@ BAD_KEYS = {
 @pytest.mark.parametrize("name", BAD_KEYS)
 def test_a_bad_key_ends_the_handshake_and_gets_no_message(served: CurveDaemon, name: str) -> None:
     keys, server_key = BAD_KEYS[name]
-    with KeyPeer(served.config.server.submit, keys, server_key) as peer:
+    with KeyPeer(served.curve.submit, keys, server_key) as peer:
         peer.send("hello", v=1, token=token("acme"))
         peer.events(FAILED)
         assert peer.is_silent()
@@ -54,7 +54,7 @@ def test_a_bad_key_ends_the_handshake_and_gets_no_message(served: CurveDaemon, n
 def test_without_the_secret_nobody_learns_whether_a_public_key_is_known(served: CurveDaemon) -> None:
     answers = set()
     for public in (KEYS["acme"].public, KeyPair.make().public):
-        with KeyPeer(served.config.server.submit, KeyPair(public, STRANGER.secret)) as peer:
+        with KeyPeer(served.curve.submit, KeyPair(public, STRANGER.secret)) as peer:
             answers.add(peer.events(FAILED)[-1])
     assert len(answers) == 1
 
@@ -64,39 +64,39 @@ def test_a_client_with_a_bad_key_is_told_soon(served: CurveDaemon, name: str) ->
     keys, server_key = BAD_KEYS[name]
     login = {"token": token("acme")} if keys is None else {"key": keys.secret, "server_key": server_key}
     with (
-        Client(served.config.server.submit, timeout_s=5.0, **login) as client,
+        Client(served.curve.submit, timeout_s=5.0, **login) as client,
         pytest.raises(UnauthenticatedError, match=r"the handshake with tcp://.* failed: no valid credential"),
     ):
         client.ping()
 
 
 def test_a_token_on_a_curve_connection_is_no_credential(served: CurveDaemon) -> None:
-    with KeyPeer(served.config.server.submit, KEYS["acme"]) as peer:
+    with KeyPeer(served.curve.submit, KEYS["acme"]) as peer:
         reply = peer.ask("hello", v=1, token=token("acme"))
         assert (reply["type"], reply["code"]) == ("error", "unauthenticated")
 
 
 def test_a_claimed_tenant_must_be_the_keys(served: CurveDaemon) -> None:
-    with KeyPeer(served.config.server.submit, KEYS["acme"]) as peer:
+    with KeyPeer(served.curve.submit, KEYS["acme"]) as peer:
         reply = peer.ask("hello", v=1, tenant="beta")
         assert (reply["code"], reply["field"]) == ("forbidden", "tenant")
         assert peer.ask("hello", v=1, tenant="acme")["tenant"] == "acme"
 
 
 def test_before_hello_a_known_key_may_ask_nothing(served: CurveDaemon) -> None:
-    with KeyPeer(served.config.server.control, KEYS["admin"]) as peer:
+    with KeyPeer(served.curve.control, KEYS["admin"]) as peer:
         assert peer.ask("status")["code"] == "unauthenticated"
 
 
 def test_refused_keys_are_counted(served: CurveDaemon) -> None:
     before = served.metric("mlxd_zmq_bad_messages_total", reason="unauthenticated")
-    with KeyPeer(served.config.server.submit, STRANGER) as peer:
+    with KeyPeer(served.curve.submit, STRANGER) as peer:
         peer.events(FAILED)
     assert served.metric("mlxd_zmq_bad_messages_total", reason="unauthenticated") > before
 
 
 def test_nothing_of_a_message_is_readable_on_its_way(served: CurveDaemon) -> None:
-    with relayed(served.config.server.submit) as (peer, relay):
+    with relayed(served.curve.submit) as (peer, relay):
         peer.send("hello", v=1, client="find-me-in-the-clear")
         passed = b"".join(relay.until(lambda: not peer.is_silent(0)))
         assert peer.receive()["type"] == "hello"

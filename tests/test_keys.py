@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from mlxd.batching.errors import SettingError
 from mlxd.scheduler import cli
-from mlxd.scheduler.config import Config, CurveConfig, ServerConfig
+from mlxd.scheduler.config import Config, CurveConfig
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.keys import KeyPair, read_keys, read_public_key, server_keys, write_keys
 from mlxd.scheduler.z85 import KEY_LENGTH, is_key
 
 Run = pytest.CaptureFixture[str]
 Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+
+
+def curve(path: Path) -> CurveConfig:
+    return CurveConfig(secret_key_file=str(path), submit="tcp://127.0.0.1:1", control="tcp://127.0.0.1:2")
 
 
 def test_what_was_written_is_read_and_the_secret_is_its_owners_alone(tmp_path: Path) -> None:
@@ -63,15 +67,14 @@ def test_a_file_without_one_key_is_refused_and_not_repeated(tmp_path: Path, cont
 
 
 def test_the_daemons_key_file_is_named_by_its_setting(tmp_path: Path) -> None:
-    assert server_keys(ServerConfig()) is None
     keys = KeyPair.make()
     secret, public = write_keys(tmp_path, "server", keys)
-    assert server_keys(ServerConfig(curve=CurveConfig(secret_key_file=str(secret)))) == keys
+    assert server_keys(curve(secret)) == keys
     public.chmod(0o644)
     with pytest.raises(
         SettingError, match=r"^server\.curve\.secret_key_file is '.*server\.pub': has mode 0644"
     ):
-        server_keys(ServerConfig(curve=CurveConfig(secret_key_file=str(public))))
+        server_keys(curve(public))
 
 
 def test_printed_lines_fit_the_configuration(tmp_path: Path, capsys: Run) -> None:
@@ -79,10 +82,10 @@ def test_printed_lines_fit_the_configuration(tmp_path: Path, capsys: Run) -> Non
     tenant = capsys.readouterr()
     assert cli.run(["keys", "new", "server", "--server", "--out", str(tmp_path)]) == 0
     server = capsys.readouterr()
-    addresses = "  submit: tcp://0.0.0.0:7000\n  control: tcp://0.0.0.0:7001\n"
-    config = Config.parse(f"version: 1\ntenants:\n{tenant.out}\n{server.out}{addresses}")
+    config = Config.parse(f"version: 1\ntenants:\n{tenant.out}\n{server.out}")
     assert config.tenants[0].public_key == read_public_key(tmp_path / "acme.pub")
-    assert server_keys(config.server) == read_keys(tmp_path / "server.key")
+    assert config.server.curve is not None
+    assert server_keys(config.server.curve) == read_keys(tmp_path / "server.key")
     assert read_keys(tmp_path / "acme.key").secret not in tenant.out + tenant.err
     assert re.fullmatch(r"made \S+acme.key, which stays secret, and \S+acme.pub\n", tenant.err)
 

@@ -57,7 +57,7 @@ OWNERS = {
     "zmq": {
         "scheduler.connections",
         "scheduler.door",
-        "scheduler.frontend",
+        "scheduler.doors",
         "scheduler.keys",
         "scheduler.transport",
         "scheduler.zap",

@@ -54,6 +54,12 @@ def reloadable(folder: Path, *, curve: bool = False, step_s: float = 0.002) -> I
         yield Reloadable(daemon, path)
 
 
+def key_peer(it: Reloadable, keys: str | KeyPair) -> KeyPeer:
+    """Before its hello; with a tenant's keys, or others."""
+    assert it.config.server.curve is not None
+    return KeyPeer(it.config.server.curve.submit, KEYS[keys] if isinstance(keys, str) else keys)
+
+
 def assert_closed(peer: Peer) -> None:
     """The daemon says why, then closes; whatever comes after that is from a stranger."""
     assert peer.receive()["code"] == "revoked"
@@ -105,11 +111,14 @@ def test_a_token_is_replaced_without_a_gap(tmp_path: Path) -> None:
 
 def test_a_key_is_replaced_without_a_gap(tmp_path: Path) -> None:
     new = KeyPair.make()
-    with reloadable(tmp_path, curve=True) as it, KeyPeer(it.config.server.submit, KEYS["beta"]) as before:
+    with (
+        reloadable(tmp_path, curve=True) as it,
+        key_peer(it, "beta") as before,
+    ):
         assert before.ask("hello", v=1)["tenant"] == "beta"
         before.send("generate", id="r", prompt="hi", sampling=FOREVER)
         it.reload(*it.all_but("beta"), it.tenant("beta", public_key=(KEYS["beta"].public, new.public)))
-        with KeyPeer(it.config.server.submit, new) as after:
+        with key_peer(it, new) as after:
             assert after.ask("hello", v=1)["tenant"] == "beta"
             reply = it.reload(*it.all_but("beta"), it.tenant("beta", public_key=new.public))
             assert reply["changes"] == ["beta: public_key replaced"]
@@ -120,11 +129,11 @@ def test_a_key_is_replaced_without_a_gap(tmp_path: Path) -> None:
 
 def test_a_key_moves_to_another_tenant_and_its_connections_do_not(tmp_path: Path) -> None:
     moved = KEYS["acme"].public
-    with reloadable(tmp_path, curve=True) as it, KeyPeer(it.config.server.submit, KEYS["acme"]) as peer:
+    with reloadable(tmp_path, curve=True) as it, key_peer(it, "acme") as peer:
         assert peer.ask("hello", v=1)["tenant"] == "acme"
         it.reload(it.tenant("admin"), it.tenant("beta", public_key=(KEYS["beta"].public, moved)))
         assert peer.receive()["code"] == "revoked"
-        with KeyPeer(it.config.server.submit, KEYS["acme"]) as again:
+        with key_peer(it, "acme") as again:
             assert again.ask("hello", v=1)["tenant"] == "beta"
 
 

@@ -31,7 +31,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CurveDaemon]
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """On ipc; its tenants have keys, too."""
+    """On ipc alone; its tenants have keys, too."""
     folder = tmp_path_factory.mktemp("ipc")
     made = config(folder, max_message_bytes=MAX_BYTES)
     tenants = tuple(msgspec.structs.replace(t, public_key=KEYS[t.name].public) for t in made.tenants)
@@ -46,8 +46,8 @@ def assert_serves(daemon: Daemon, within_s: float = 5.0) -> None:
     assert time.monotonic() - began < within_s
 
 
-def tcp_address(daemon: Daemon) -> tuple[str, int]:
-    host, port = daemon.config.server.submit.removeprefix("tcp://").split(":")
+def tcp_address(daemon: CurveDaemon) -> tuple[str, int]:
+    host, port = daemon.curve.submit.removeprefix("tcp://").split(":")
     return host, int(port)
 
 
@@ -121,20 +121,19 @@ def test_a_user_id_in_a_greeting_proves_nothing(local: Daemon) -> None:
 @pytest.mark.parametrize("kind", ["encrypted", "local"])
 def test_a_stolen_routing_id_gets_nothing_of_its_owner(kind: str, request: pytest.FixtureRequest) -> None:
     daemon: Daemon = request.getfixturevalue(kind)
-    victims_id = b"victim"
-    with owner_of(daemon, victims_id) as owner, owner_of(daemon, victims_id) as thief:
-        for peer in (owner, thief):
-            peer.send("hello", v=1, token="" if kind == "encrypted" else token("acme"))
-        assert owner.receive()["code"] == "unsupported"
-        assert thief.is_silent()
+    hello = {"v": 1, "token": "" if kind == "encrypted" else token("acme")}
+    with owner_of(daemon, b"victim") as owner:
+        assert owner.ask("hello", **hello)["code"] == "unsupported"
+        with owner_of(daemon, b"victim") as thief:
+            thief.send("hello", **hello)
+            assert thief.is_silent()
     assert_serves(daemon)
 
 
 def owner_of(daemon: Daemon, routing_id: bytes) -> Peer:
-    endpoint = daemon.config.server.submit
-    if endpoint.startswith("ipc:"):
-        return Peer(endpoint, routing_id=routing_id)
-    return KeyPeer(endpoint, KEYS["acme"], routing_id=routing_id)
+    if isinstance(daemon, CurveDaemon):
+        return KeyPeer(daemon.curve.submit, KEYS["acme"], routing_id=routing_id)
+    return Peer(daemon.config.server.submit, routing_id=routing_id)
 
 
 @pytest.mark.parametrize("kind", ["encrypted", "local"])
@@ -142,8 +141,7 @@ def test_another_tenants_requests_can_be_neither_seen_nor_touched(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     daemon: Daemon = request.getfixturevalue(kind)
-    submit_as = daemon.peer if isinstance(daemon, CurveDaemon) else daemon.submit
-    with submit_as("acme") as victim, submit_as("beta") as thief, daemon.control("beta") as control:
+    with daemon.submit("acme") as victim, daemon.submit("beta") as thief, daemon.control("beta") as control:
         victim.send("generate", id="r", prompt="hi", sampling=FOREVER)
         assert [victim.receive()["type"] for _ in range(2)] == ["accepted", "chunk"]
         assert (
@@ -178,7 +176,7 @@ def test_a_replayed_or_changed_frame_ends_the_connection_and_does_nothing(
     encrypted: CurveDaemon, again: str
 ) -> None:
     before = encrypted.metric("mlxd_requests_accepted_total", tenant="admin")
-    with relayed(encrypted.config.server.submit, "admin") as (peer, relay):
+    with relayed(encrypted.curve.submit, "admin") as (peer, relay):
         peer.send("hello", v=1)
         list(relay.until(lambda: not peer.is_silent(0)))
         peer.send("generate", id="r", prompt="hi", sampling={"max_tokens": 2})
@@ -196,7 +194,7 @@ def test_a_replayed_or_changed_frame_ends_the_connection_and_does_nothing(
 
 
 def test_a_recorded_connection_cannot_be_played_again(encrypted: CurveDaemon) -> None:
-    with relayed(encrypted.config.server.submit, "admin") as (peer, relay):
+    with relayed(encrypted.curve.submit, "admin") as (peer, relay):
         peer.send("hello", v=1)
         list(relay.until(lambda: not peer.is_silent(0)))
         recorded = b"".join(relay.sent)
@@ -206,7 +204,7 @@ def test_a_recorded_connection_cannot_be_played_again(encrypted: CurveDaemon) ->
 
 
 def test_a_frame_over_the_limit_ends_its_connection_alone(encrypted: CurveDaemon) -> None:
-    with encrypted.peer("acme") as other, KeyPeer(encrypted.config.server.submit, KEYS["acme"]) as peer:
+    with encrypted.submit("acme") as other, KeyPeer(encrypted.curve.submit, KEYS["acme"]) as peer:
         assert peer.ask("hello", v=1)["type"] == "hello"
         peer.raw(b"x" * (MAX_BYTES + 1))
         peer.events(zmq.EVENT_DISCONNECTED)
@@ -227,7 +225,7 @@ def test_a_frame_over_the_limit_ends_its_connection_alone(encrypted: CurveDaemon
     ids=["json lists", "json maps", "msgpack lists", "msgpack maps", "length", "size", "bytes"],
 )
 def test_a_nesting_bomb_costs_an_error(encrypted: CurveDaemon, bomb: bytes) -> None:
-    with encrypted.peer("acme") as peer:
+    with encrypted.submit("acme") as peer:
         began = time.monotonic()
         peer.raw(bomb)
         assert peer.receive()["code"] in ("too_large", "decode")
@@ -258,7 +256,7 @@ FLOODS = {
 
 @pytest.mark.parametrize("kind", FLOODS)
 def test_a_flood_of_handshakes_shuts_nobody_out(encrypted: CurveDaemon, kind: str) -> None:
-    with ExitStack() as held, encrypted.peer("acme") as client:
+    with ExitStack() as held, encrypted.submit("acme") as client:
         connections = []
         for _ in range(MAX_STRANGERS + 100):
             connection = held.enter_context(socket.create_connection(tcp_address(encrypted)))
@@ -273,7 +271,7 @@ def test_a_flood_of_handshakes_shuts_nobody_out(encrypted: CurveDaemon, kind: st
 def test_a_flood_of_unknown_keys_shuts_nobody_out(encrypted: CurveDaemon) -> None:
     stranger = type(SERVER).make()
     with ExitStack() as held:
-        peers = [held.enter_context(KeyPeer(encrypted.config.server.submit, stranger)) for _ in range(100)]
+        peers = [held.enter_context(KeyPeer(encrypted.curve.submit, stranger)) for _ in range(100)]
         assert_serves(encrypted)
         for peer in peers:
             peer.events(zmq.EVENT_HANDSHAKE_FAILED_AUTH)

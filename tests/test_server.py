@@ -370,8 +370,8 @@ def test_a_model_that_cannot_be_served_is_the_error_of_serve(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"submit": "tcp://0.0.0.0:5555"}, "without server.curve"),
-        ({"control": "tcp://192.168.1.1:5555"}, "without server.curve"),
+        ({"submit": "tcp://0.0.0.0:5555"}, "beyond loopback there are only"),
+        ({"control": "tcp://192.168.1.1:5555"}, "beyond loopback there are only"),
         ({"metrics": "127.0.0.1:99999"}, "metrics"),
         ({"control": "ipc:///nowhere/at/all"}, "/nowhere/at does not exist"),
     ],
