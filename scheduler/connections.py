@@ -87,8 +87,12 @@ class Connections:
 
     def shut(self, session: Session) -> None:
         """Close its connection, which libzmq has no call for; it sees the end of a stream."""
-        if self._sessions.get(session.fd) is not session:
-            return
+        if self._sessions.get(session.fd) is session:
+            self.update()  # if it is closed by now, its file descriptor may be someone else's
+        if self._sessions.get(session.fd) is session:
+            self._shut(session)
+
+    def _shut(self, session: Session) -> None:
         self._strangers.pop(session.fd, None)
         session.gone = True
         with suppress(OSError):
@@ -113,13 +117,10 @@ class Connections:
                 kind, fd = _EVENT.unpack(event)
                 self._closed(fd)
                 if kind == zmq.EVENT_ACCEPTED:
-                    self._accepted(fd)
-
-    def _accepted(self, fd: int) -> None:
-        session = Session(fd=fd, opened_at=self._loop.time())
-        self._sessions[fd] = self._strangers[fd] = session
-        if len(self._strangers) > self._max_strangers:
-            self.shut(next(iter(self._strangers.values())))
+                    session = Session(fd=fd, opened_at=self._loop.time())
+                    self._sessions[fd] = self._strangers[fd] = session
+        while len(self._strangers) > self._max_strangers:
+            self._shut(next(iter(self._strangers.values())))
 
     def _closed(self, fd: int) -> None:
         session = self._sessions.pop(fd, None)

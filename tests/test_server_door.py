@@ -2,10 +2,12 @@
 
 import asyncio
 import ctypes
+import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -292,6 +294,40 @@ def test_frames_of_a_connection_that_is_closed_have_a_session_that_is_gone(tmp_p
         assert late.gone
 
     with_door(tmp_path, scenario)
+
+
+def test_losing_a_peer_that_left_does_not_close_what_has_its_file_descriptor_now(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address) as peer:
+            session = await watched.arrived(peer)
+        while is_open_file(session.fd):
+            time.sleep(0.001)  # without a turn for the loop, so that the door does not hear of it
+        with connection_at(session.fd) as other_end:
+            watched.door.lose(session)
+            other_end.sendall(b"still open")
+        assert watched.gone == [session]
+
+    with_door(tmp_path, scenario)
+
+
+def is_open_file(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def connection_at(fd: int) -> Iterator[socket.socket]:
+    """The other end of a connection that has this file descriptor here."""
+    one_end, other_end = socket.socketpair()
+    with one_end, other_end:
+        os.dup2(one_end.fileno(), fd)
+        try:
+            yield other_end
+        finally:
+            os.close(fd)
 
 
 def test_a_live_daemons_socket_is_not_taken_and_a_dead_ones_is(tmp_path: Path) -> None:

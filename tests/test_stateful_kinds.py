@@ -8,7 +8,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -242,7 +242,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def run_machine(subject: Subject, *, num_examples: int, num_operations: int) -> Counter[str]:
-    """What was seen."""
+    """What was seen. What fails is told as it was found: to shrink it may take longer than a test may."""
     run_state_machine_as_test(
         lambda: Machine(subject),
         settings=settings(
@@ -251,6 +251,7 @@ def run_machine(subject: Subject, *, num_examples: int, num_operations: int) -> 
             derandomize=True,
             deadline=None,
             database=None,
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),
     )
