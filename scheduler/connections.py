@@ -13,7 +13,8 @@ import zmq.asyncio
 
 from mlxd.scheduler.session import Session
 
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
 _EVENT = struct.Struct("=HI")
 _AUTO_ID_BYTES = 5
 
@@ -34,7 +35,8 @@ def scatter_ids() -> None:
 class Connections:
     """One session a connection. A routing id says nothing: the next connection may claim it.
 
-    `on_closed` is called for each session whose connection is closed, on the loop's thread, which owns this.
+    `on_closed` is called for each session whose connection is closed, `on_failed_handshake` for each connection
+    that never got so far as a message; on the loop's thread, which owns this.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Connections:
         router: zmq.asyncio.Socket,
         max_strangers: int,
         on_closed: Callable[[Session], None],
+        on_failed_handshake: Callable[[], None],
         *,
         encrypted: bool = False,
     ) -> None:
@@ -49,6 +52,7 @@ class Connections:
         self._encrypted = encrypted
         self._max_strangers = max_strangers
         self._on_closed = on_closed
+        self._on_failed_handshake = on_failed_handshake
         self._sessions: dict[int, Session] = {}
         self._strangers: dict[int, Session] = {}
         self._router = router
@@ -115,6 +119,9 @@ class Connections:
             while True:
                 event, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
                 kind, fd = _EVENT.unpack(event)
+                if kind & _HANDSHAKE_FAILED:
+                    self._on_failed_handshake()  # in place of the descriptor there is a reason
+                    continue
                 self._closed(fd)
                 if kind == zmq.EVENT_ACCEPTED:
                     session = Session(fd=fd, opened_at=self._loop.time())

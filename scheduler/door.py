@@ -65,7 +65,13 @@ class Door:
         self._backlog: set[Session] = set()
         self._has_backlog = asyncio.Event()
         self._socket = _router(context, address, config, keys)
-        self._connections = Connections(self._socket, MAX_STRANGERS, self.lose, encrypted=keys is not None)
+        self._connections = Connections(
+            self._socket,
+            MAX_STRANGERS,
+            self.lose,
+            lambda: recorder.bad_message("handshake"),
+            encrypted=keys is not None,
+        )
         try:
             self._file = _bind(self._socket, address)
         except ConfigError:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 from curve_daemon import KEYS, SERVER, CurveDaemon, KeyPeer, curve_daemon, relayed
-from wire_daemon import token
+from wire_daemon import token, wait_until
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.client import Client
@@ -93,6 +93,13 @@ def test_refused_keys_are_counted(served: CurveDaemon) -> None:
     with KeyPeer(served.curve.submit, STRANGER) as peer:
         peer.events(FAILED)
     assert served.metric("mlxd_zmq_bad_messages_total", reason="unauthenticated") > before
+
+
+def test_failed_handshakes_are_counted(served: CurveDaemon) -> None:
+    before = served.metric("mlxd_zmq_bad_messages_total", reason="handshake")
+    with KeyPeer(served.curve.submit, KEYS["acme"], STRANGER.public) as peer:
+        peer.events(FAILED)
+    wait_until(lambda: served.metric("mlxd_zmq_bad_messages_total", reason="handshake") > before)
 
 
 def test_nothing_of_a_message_is_readable_on_its_way(served: CurveDaemon) -> None:
