@@ -35,8 +35,8 @@ def scatter_ids() -> None:
 class Connections:
     """One session a connection. A routing id says nothing: the next connection may claim it.
 
-    `on_closed` is called for each session whose connection is closed, `on_failed_handshake` for each connection
-    that never got so far as a message; on the loop's thread, which owns this.
+    `on_closed` is called for each session whose connection is closed, `on_failed_handshake` for each
+    connection that never got so far as a message; on the loop's thread, which owns this.
     """
 
     def __init__(
