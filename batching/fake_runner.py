@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mlxd.batching.fake_memory import fake_memory
 from mlxd.batching.plan import (
     DecodeEntry,
     PrefillChunk,
@@ -17,43 +18,11 @@ from mlxd.batching.plan import (
 from mlxd.batching.plan_rules import PlanError, check_plan
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
-from mlxd.caches.persistence import PageFormat, PlaneSpec, split_payload
-from mlxd.caches.sizing import GroupPlan, GroupSpec, MemoryPlan
+from mlxd.caches.persistence import PageFormat, PlaneSpec
+from mlxd.caches.sizing import MemoryPlan
 
 _MASK = 2**64 - 1
 _START = 0x243F6A8885A308D3
-
-
-def fake_memory(
-    *,
-    max_rows: int = 32,
-    max_model_len: int = 4096,
-    chunk: int = 64,
-    page_size: int = 16,
-    num_pages: int | None = None,
-    window: int | None = None,
-    num_window_pages: int | None = None,
-) -> MemoryPlan:
-    """A small memory plan of a full group, and of a sliding group where `window` is given.
-
-    Args:
-        num_pages, num_window_pages: of the two groups; None: what `max_rows` rows of full length need.
-    """
-    specs = [GroupSpec("full", (0,), None, page_size, bytes_per_token=64)]
-    if window is not None:
-        specs.append(GroupSpec(f"sliding:{window}", (1,), window, page_size, bytes_per_token=64))
-    groups = tuple(
-        GroupPlan(spec, max_rows * spec.pages_for(max_model_len, chunk) if count is None else count)
-        for spec, count in zip(specs, (num_pages, num_window_pages), strict=False)
-    )
-    return MemoryPlan(
-        weights_bytes=0,
-        budget_bytes=sum(group.capacity_bytes for group in groups),
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        chunk=chunk,
-        groups=groups,
-    )
 
 
 def fake_completion(prompt: Sequence[int], seed: int, max_tokens: int, vocab_size: int) -> list[int]:
@@ -88,9 +57,9 @@ class _RowState:
 class FakeRunner:
     """Gives each row tokens that depend on its own tokens and seed alone, so never on its siblings.
 
-    Pages are kept as lists of hashes. What a row reads must be what it, or whoever left it pages to reuse,
-    wrote for the same tokens: a page that was mixed up, not scrubbed, given to another row too early, never
-    written or written twice shows as a PlanError, not as a wrong token.
+    Pages are kept as lists of hashes, a state as its last one. What a row reads must be what it, or whoever
+    left it pages to reuse, wrote for the same tokens: a page that was mixed up, not scrubbed, given to
+    another row too early, never written or written twice shows as a PlanError, not as a wrong token.
 
     Args:
         memory: pools and chunk size; None: `fake_memory()`.
@@ -155,6 +124,7 @@ class FakeRunner:
             raise RuntimeError(f"step {plan.step_id} fails as asked")
         if self._checks:
             check_plan(plan)
+        self._copy(plan)
         for pages, scrubbed in zip(self._pages, plan.scrub, strict=True):
             for page in scrubbed:
                 pages.pop(page, None)
@@ -221,12 +191,24 @@ class FakeRunner:
         for token in tokens:
             state.history.append(_mix(state.history[-1] if state.history else _START, token))
         if self._checks:
-            for group in range(len(self._pages)):
-                self._write_pages(row, state.history, group, start)
+            for group, table in enumerate(row.tables):
+                if table.spec.state_bytes:
+                    self._write_state(row, state.history, group, start)
+                else:
+                    self._write_pages(row, state.history, group, start)
+
+    def _write_state(self, row: Row, history: list[int], group: int, start: int) -> None:
+        [slot] = row.tables[group].pages
+        found = self._pages[group].get(slot, [0])
+        if found != [history[start - 1] if start else 0]:
+            raise PlanError(f"row {row.row_id}: slot {slot} does not hold its state before position {start}")
+        self._pages[group][slot] = [history[-1]]
 
     def _write_pages(self, row: Row, history: list[int], group: int, start: int) -> None:
         table, pages = row.tables[group], self._pages[group]
         size, end = table.spec.page_size, len(history)
+        if not table.spec.serves(start):
+            return
         first = table.spec.first_live_page(start)
         if not table.first_page <= first or not end <= table.end:
             raise PlanError(
@@ -244,32 +226,51 @@ class FakeRunner:
             if any(page[fresh - low :]):
                 raise PlanError(f"row {row.row_id}: position {fresh} or a later one is written again")
             page[fresh - low : high - low] = history[fresh:high]
+        if end == table.spec.until:
+            self._hand_over(row, history, group + 1)
+
+    def _hand_over(self, row: Row, history: list[int], group: int) -> None:
+        """All that the row has passes into the pages of its next group."""
+        table, size = row.tables[group], row.tables[group].spec.page_size
+        for index in range(table.first_page, len(history) // size):
+            if self._pages[group].setdefault(table.page(index), [0] * size) != [0] * size:
+                raise PlanError(
+                    f"row {row.row_id}: page {table.page(index)} of group {group} was not scrubbed"
+                )
+            self._pages[group][table.page(index)] = history[index * size : (index + 1) * size]
 
     def maintain(self) -> bool:
         return False
 
     @property
-    def page_format(self) -> PageFormat:
-        specs = [group.spec for group in self.info.memory.groups]
-        planes = tuple(PlaneSpec(spec.name, "U64", (spec.page_size,)) for spec in specs)
-        return PageFormat("fake", "fake", specs[0].page_size, 0, planes)
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        memory = self.info.memory
+        return tuple(
+            PageFormat("fake", "fake", memory.page_size, spec.since, (PlaneSpec(spec.name, "U64", shape),))
+            for spec in (group.spec for group in memory.groups)
+            for shape in [(1,) if spec.state_bytes else (spec.page_size,)]
+        )
 
-    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
-        """Hashes of the pages' positions; a page that is not full must never be shared."""
+    def export_pages(self, pages: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Hashes of the pages' positions, or of a state's last; a page that is not full is never shared."""
         payloads = []
-        for ids in pages:
-            held = [self._pages[group].get(page, [0]) for group, page in enumerate(ids)]
-            if self._checks and not all(map(all, held)):
-                raise PlanError(f"pages {ids} are exported and are not full")
-            payloads.append(b"".join(array("Q", page).tobytes() for page in held))
+        for group, page in pages:
+            held = self._pages[group].get(page, [0])
+            if self._checks and not all(held):
+                raise PlanError(f"page {page} of group {group} is exported and is not full")
+            payloads.append(array("Q", held).tobytes())
         return payloads
 
+    def _copy(self, plan: StepPlan) -> None:
+        """All origins are read first. A page that nobody wrote is never copied."""
+        for group, pairs in enumerate(plan.copies):
+            pages = self._pages[group]
+            if self._checks and any(origin not in pages for origin, _ in pairs):
+                raise PlanError(f"step {plan.step_id}: of {pairs}, group {group}, an origin is empty")
+            pages |= [(page, list(pages[origin])) for origin, page in pairs if origin in pages]
+
     def _restore(self, restored: RestoredPage) -> None:
-        parts = split_payload(self.page_format.planes, restored.payload)
-        for pages, page, part in zip(self._pages, restored.pages, parts, strict=True):
-            if self._checks and page in pages:
-                raise PlanError(f"page {page} is restored and was not scrubbed")
-            pages[page] = array("Q", bytes(part)).tolist()
+        self._pages[restored.group][restored.page] = array("Q", bytes(restored.payload)).tolist()
 
     def counters(self) -> RunnerCounters:
         return RunnerCounters(eager_steps=self._num_steps)

@@ -61,6 +61,7 @@ def load_runner(
     prefill_chunk: int | Literal["auto"],
     budget: str | int | float,
     page_size: int | Literal["auto"],
+    checkpoints: float,
     quantization: Quantization | None,
     compile: Literal["auto", "on", "off"],
     attention: Literal["auto", "in_place", "gathered"],
@@ -71,7 +72,7 @@ def load_runner(
 
     Args:
         max_model_len: None takes the model's own context.
-        budget, page_size, quantization, compile, attention, warmup_s: as in the configuration.
+        budget, page_size, checkpoints, quantization, compile, attention, warmup_s: as in the configuration.
         progress: told of "download", "convert", "load", "self-test", "tune", "trace"; may end the load by an
             error of its own.
 
@@ -107,6 +108,7 @@ def load_runner(
         max_rows=max_rows,
         max_model_len=loaded.max_model_len,
         chunk=chunk,
+        checkpoints=checkpoints,
     )
     info = RunnerInfo(
         model=model_path,

@@ -64,12 +64,14 @@ def plan_for(
     max_rows: int,
     max_model_len: int,
     chunk: int,
+    checkpoints: float,
 ) -> MemoryPlan:
     """The memory plan; evaluates nothing.
 
     Args:
         free_bytes: device memory left after the weights.
         chunk: prefill chunk in tokens, whole pages.
+        checkpoints: share of the budget for boundaries of rows.
     Raises:
         SettingError: the budget is out of range or holds no page of each group, or the chunk is not whole
             pages; or no row is ever packed that should be.
@@ -97,11 +99,12 @@ def plan_for(
             max_rows=max_rows,
             max_model_len=max_model_len,
             chunk=chunk,
+            checkpoints=checkpoints,
         )
     except ValueError as error:
         raise SettingError(("cache", "budget"), f"is {budget!r}: {error}") from error
     shortest = boundary + page_size
-    if boundary and any(g.num_pages < g.spec.pages_for(shortest, chunk) + 2 for g in memory.groups):
+    if boundary and any(g.num_promised < g.spec.pages_for(shortest, chunk) + 2 for g in memory.groups):
         sentence = f"is {budget!r}: it holds no row of {shortest} positions that is packed at {boundary}"
         raise SettingError(("cache", "budget"), sentence)
     return memory

@@ -109,7 +109,7 @@ class MlxRunner:
         self._storages = self._storages_by_group()
         self._paths = [layer.path for layer in layers]
         self._whole = Composite(self._caches, self._paths)
-        self._page_arrays = PageArrays(self._caches, self._layer_groups)
+        self._page_arrays = [PageArrays(storages) for storages in self._storages]
         self._whole.signature()  # raises before any row runs where a kind cannot say what it is
         self._may_pad = not any(group.spec.state_bytes for group in memory.groups)
         self.step = DecodeStep(model, self._caches, self._paths, self._groups)
@@ -168,6 +168,7 @@ class MlxRunner:
         Raises:
             IndexError: a row's position is outside its pages. Nothing was launched for it.
         """
+        self._copy(plan.copies)
         self._scrub(plan.scrub)
         self._restore(plan.restored)
         draw, compiled = self._decode(plan.decode) if plan.decode else (None, False)
@@ -181,9 +182,16 @@ class MlxRunner:
                 for storage in storages:
                     storage.scrub(index)
 
+    def _copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
+        for arrays, pairs in zip(self._page_arrays, copies, strict=False):
+            if pairs:
+                arrays.copy([origin for origin, _ in pairs], [page for _, page in pairs])
+
     def _restore(self, restored: Sequence[RestoredPage]) -> None:
-        if restored:
-            self._page_arrays.write([page.pages for page in restored], [page.payload for page in restored])
+        for group, arrays in enumerate(self._page_arrays):
+            pages = [page for page in restored if page.group == group]
+            if pages:
+                arrays.write([page.page for page in pages], [page.payload for page in pages])
 
     def _decode(self, entries: Sequence[DecodeEntry]) -> tuple[Draw, bool]:
         # A graph is shared by all batches of its bucket; an eager step need not pay for idle rows.
@@ -249,18 +257,25 @@ class MlxRunner:
         return bool(self.step.wanted)
 
     @property
-    def page_format(self) -> PageFormat:
-        return PageFormat(
-            model=self.info.fingerprint,
-            signature=self.signature,
-            page_size=self._memory.groups[0].spec.page_size,
-            floor=self._whole.minimum_reusable_offset,
-            planes=self._page_arrays.planes,
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        return tuple(
+            PageFormat(
+                model=self.info.fingerprint,
+                signature=self.signature,
+                page_size=self._memory.page_size,
+                floor=group.spec.since,
+                planes=arrays.planes,
+            )
+            for group, arrays in zip(self._memory.groups, self._page_arrays, strict=True)
         )
 
-    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
-        """Payloads of these pages; waits for the steps that were launched."""
-        return self._page_arrays.read(pages)
+    def export_pages(self, pages: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Payloads of these pages, (group, page id); waits for the steps that were launched."""
+        payloads: dict[tuple[int, int], bytes] = {}
+        for group, arrays in enumerate(self._page_arrays):
+            if wanted := [page for page in pages if page[0] == group]:
+                payloads |= zip(wanted, arrays.read([page for _, page in wanted]), strict=True)
+        return [payloads[page] for page in pages]
 
     def counters(self) -> RunnerCounters:
         step = self.step

@@ -26,12 +26,13 @@ class PrefillChunk:
 
 
 class RestoredPage(msgspec.Struct, frozen=True):
-    """A page that was computed before and comes from elsewhere: page ids, one a group, and its content.
+    """A group's page that was computed before and comes from elsewhere.
 
     `payload` is what `Runner.export_pages` made of the page.
     """
 
-    pages: tuple[int, ...]
+    group: int
+    page: int
     payload: memoryview
 
 
@@ -58,9 +59,10 @@ class StepPlan:
         step_id: 1, 2, 3, ...
         decode: rows that draw a token, in joining order.
         prefill: chunks, at most one a row; run after `decode`, none of their rows is in it.
-        scrub: per group, pages to zero before anything is written.
+        copies: per group, (origin, page): all origins are read before anything of the step is written.
+        scrub: per group, pages to zero before anything is computed; none of those that are filled.
         left: ids of rows that were in an earlier plan and will be in no later one.
-        restored: pages to fill once all were scrubbed, before anything is computed.
+        restored: pages to fill before anything is computed.
     """
 
     step_id: int
@@ -69,6 +71,7 @@ class StepPlan:
     scrub: tuple[tuple[int, ...], ...] = ()
     left: tuple[int, ...] = ()
     restored: tuple[RestoredPage, ...] = ()
+    copies: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def num_prefill_tokens(self) -> int:

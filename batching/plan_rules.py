@@ -18,6 +18,8 @@ def _spans(plan: StepPlan) -> list[tuple[Row, int, int]]:
 def _pages_of(row: Row, group: int, start: int, end: int) -> list[int]:
     """Pages of the row's table that hold positions [start, end)."""
     table = row.tables[group]
+    if table.spec.state_bytes:
+        return []  # a state belongs to one row, and is written at every position
     size, first = table.spec.page_size, table.first_page
     return table.pages[max(0, start // size - first) : max(0, -(-end // size) - first)]
 

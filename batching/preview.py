@@ -20,6 +20,7 @@ def preview_plan(
     prefill_chunk: int | Literal["auto"],
     budget: str | int | float,
     page_size: int | Literal["auto"],
+    checkpoints: float,
     quantization: Quantization | None,
     progress: Progress,
 ) -> MemoryPlan:
@@ -46,4 +47,5 @@ def preview_plan(
         max_rows=max_rows,
         max_model_len=loaded.max_model_len,
         chunk=chunk,
+        checkpoints=checkpoints,
     )

@@ -78,12 +78,12 @@ class Runner(Protocol):
         ...
 
     @property
-    def page_format(self) -> PageFormat:
-        """What a page's payload holds."""
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        """What a page's payload holds, one a group."""
         ...
 
-    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
-        """Payloads of these pages, each a page id a group, as launched steps leave them; waits for these."""
+    def export_pages(self, pages: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Payloads of these pages, (group, page id), as launched steps leave them; waits for these."""
         ...
 
     def counters(self) -> RunnerCounters: ...

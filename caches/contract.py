@@ -253,6 +253,10 @@ class PageStorage(Protocol):
         """Zero these pages, int32 [n], before they get another owner."""
         ...
 
+    def state(self) -> list[mx.array]:
+        """The pools, [num_pages + 1, ...] each; what is assigned into them is kept."""
+        ...
+
 
 class RowCache(CompiledDecodeCache, Protocol):
     """What the runner drives: a compiled-decode cache whose rows also prefill."""

@@ -195,7 +195,7 @@ class DelayedRows(RowOffsets):
         for plane, numbers in zip(self.packed.planes, new, strict=True):
             plane[target] = numbers
         # Begun now, so that it has read the dense pools before the next step's writes want them alone.
-        mx.async_eval(self.packed.planes)
+        mx.async_eval(new)
 
     def state(self) -> list[mx.array]:
         return [array for storage in self.storages for array in storage.state()]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from threading import Condition, Thread
 
 from mlxd.caches.disk_store import DiskStore
-from mlxd.caches.persistence import PageCodec, PageFileError, PageName
+from mlxd.caches.persistence import PageCodec, PageFileError, PageName, file_of
 from mlxd.metrics.stats import DiskStats
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class DiskTier:
         self._step_s = step_s
         self._spent_s = 0.0
         self._page_s = 0.0
-        self._limit = max(_FEWEST_QUEUED, queue_bytes // codec.format.page_bytes)
+        self._limit = max(_FEWEST_QUEUED, queue_bytes // max(format.page_bytes for format in codec.formats))
         self._queue: dict[bytes, tuple[PageName, bytes]] = {}
         self._queue_changed = Condition()
         self._is_closing = False
@@ -59,9 +59,9 @@ class DiskTier:
         self._writer = Thread(target=self._write_behind, name="mlxd-disk", daemon=True)
         self._writer.start()
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether the page is stored, or is about to be."""
-        return key in self._store or key in self._queue
+        return isinstance(name, PageName) and (name.file in self._store or name.file in self._queue)
 
     @property
     def stats(self) -> DiskStats:
@@ -104,7 +104,7 @@ class DiskTier:
 
     def _why_not(self, name: PageName, worth_s: float) -> str:
         """The miss that it is without reading; empty: read it."""
-        if name.key not in self:
+        if name not in self:
             return "absent"
         if self._spent_s >= self._step_s:
             return "busy"
@@ -114,26 +114,32 @@ class DiskTier:
         return ""
 
     def _read(self, name: PageName) -> memoryview | None:
-        queued = self._queue.get(name.key)
+        queued = self._queue.get(name.file)
         if queued is not None:
             return memoryview(queued[1])
-        data = self._store.read(name.key)
+        data = self._store.read(name.file)
         if data is None:
             self._misses["absent"] += 1
             return None
         try:
             return self._codec.decode(name, data)
         except PageFileError as error:
-            logger.warning("page removed from disk key=%s reason=%s: %s", name.key.hex(), error.reason, error)
-            self._store.remove(name.key)
+            logger.warning(
+                "page removed from disk key=%s reason=%s: %s", name.file.hex(), error.reason, error
+            )
+            self._store.remove(name.file)
             self._misses[error.reason] += 1
             return None
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def count_absent(self) -> None:
+        """More was looked for than is stored."""
+        self._misses["absent"] += 1
+
+    def touch(self, names: Iterable[PageName]) -> None:
         """These are in use, the last one most."""
         if not self.is_off:
-            for key in keys:
-                self._store.touch(key)
+            for name in names:
+                self._store.touch(name.file)
 
     def room(self, wait_s: float = 0.0) -> int:
         """Pages that may be saved now; waits at most `wait_s` for there to be any."""
@@ -147,15 +153,17 @@ class DiskTier:
             if self.is_off or len(self._queue) >= self._limit:
                 self._pages["dropped"] += 1
                 return
-            self._queue[name.key] = name, payload
+            self._queue[name.file] = name, payload
             self._queue_changed.notify_all()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Never find these again."""
+        """Never find the pages of these keys again, of no group."""
         for key in keys:
-            with self._queue_changed:
-                self._queue.pop(key, None)
-            self._store.remove(key)
+            for group in range(len(self._codec.formats)):
+                file = file_of(key, group)
+                with self._queue_changed:
+                    self._queue.pop(file, None)
+                self._store.remove(file)
 
     def close(self) -> None:
         """Write what waits, for a while, and give the folder up."""
@@ -173,12 +181,12 @@ class DiskTier:
             name, payload = page
             begun = self._clock()
             try:
-                is_stored = self._store.write(name.key, self._codec.encode(name, payload))
+                is_stored = self._store.write(name.file, self._codec.encode(name, payload))
             except OSError as error:
                 self._turn_off(error)
                 continue
             self._save_s += self._clock() - begun
-            self._finish(name.key, is_stored)
+            self._finish(name.file, is_stored)
 
     def _next(self) -> tuple[PageName, bytes] | None:
         """The page that waits longest; it stays in the queue. None: there is none and none will come."""
@@ -186,10 +194,10 @@ class DiskTier:
             self._queue_changed.wait_for(lambda: bool(self._queue) or self._is_closing)
             return next(iter(self._queue.values()), None)
 
-    def _finish(self, key: bytes, is_stored: bool) -> None:
+    def _finish(self, file: bytes, is_stored: bool) -> None:
         with self._queue_changed:
-            if self._queue.pop(key, None) is None:
-                self._store.remove(key)  # by then it was not to be found again
+            if self._queue.pop(file, None) is None:
+                self._store.remove(file)  # by then it was not to be found again
             else:
                 self._pages["saved" if is_stored else "dropped"] += 1
             self._queue_changed.notify_all()

@@ -22,7 +22,7 @@ class Ledger:
 
     def __init__(self, plan: MemoryPlan, overcommit: float = 1.0) -> None:
         self._plan = plan
-        self._limits = tuple(int(group.num_pages * overcommit) for group in plan.groups)
+        self._limits = tuple(int(group.num_promised * overcommit) for group in plan.groups)
         self._reserved: dict[int, Reservation] = {}
         self._totals = [0] * len(plan.groups)
 
@@ -32,7 +32,7 @@ class Ledger:
 
     def ever_fits(self, reservation: Reservation) -> bool:
         """Whether an empty machine could hold it."""
-        return all(n <= g.num_pages for n, g in zip(reservation.pages, self._plan.groups, strict=True))
+        return all(n <= g.num_promised for n, g in zip(reservation.pages, self._plan.groups, strict=True))
 
     def fits(self, reservation: Reservation) -> bool:
         return all(

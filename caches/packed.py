@@ -44,9 +44,12 @@ class Packed:
         """`x` times these matrices, or times their transposes; leading axes are equal."""
         # CUDA has no product of slices and transposes; elsewhere MLX would copy them itself.
         kind = self.quantization
+        codes, scales, biases = map(mx.contiguous, self.planes)
         return mx.quantized_matmul(
             mx.contiguous(x),
-            *map(mx.contiguous, self.planes),
+            codes,
+            scales,
+            biases,
             transpose=transpose,
             group_size=kind.group_size,
             bits=kind.bits,

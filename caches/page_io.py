@@ -1,4 +1,4 @@
-"""[M] Pages out of the caches' arrays and back into them, as bytes."""
+"""[M] Pages out of the caches' arrays and back into them, as bytes, and from one place to another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxd.caches.contract import RowCache
+from mlxd.caches.contract import PageStorage
 from mlxd.caches.persistence import PlaneSpec, split_payload
 
 _DTYPES = {
@@ -27,44 +27,48 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PageArrays:
-    """A model's caches as the arrays that one page is a part of: [num_pages + 1, ...] each.
+    """One group's storages as the arrays that a page of it is a part of: [num_pages + 1, ...] each.
 
-    A page here is a tuple of page ids, one a group; its payload is its part of every array, in their order.
-
-    Attributes:
-        groups: each cache's group.
+    A page's payload is its part of every array, in their order.
     """
 
-    caches: Sequence[RowCache]
-    groups: Sequence[int]
+    storages: Sequence[PageStorage]
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
         return tuple(
             PlaneSpec(f"layers.{layer}.{index}", _DTYPES[array.dtype], tuple(array.shape[1:]))
-            for layer, cache in enumerate(self.caches)
-            for index, array in enumerate(cache.state())
+            for layer, storage in enumerate(self.storages)
+            for index, array in enumerate(storage.state())
         )
 
-    def read(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
+    def read(self, pages: Sequence[int]) -> list[bytes]:
         """Payloads of these pages; waits for the steps that were launched."""
-        parts = [array[index].reshape(len(pages), -1).view(mx.uint8) for array, index in self._indexed(pages)]
+        index = mx.array(list(pages), dtype=mx.int32)
+        parts = [array[index].reshape(len(pages), -1).view(mx.uint8) for array in self._arrays]
         mx.eval(*parts)
         raw = [np.array(part, copy=False) for part in parts]
         return [b"".join(part[i].tobytes() for part in raw) for i in range(len(pages))]
 
-    def write(self, pages: Sequence[tuple[int, ...]], payloads: Sequence[bytes | memoryview]) -> None:
+    def write(self, pages: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:
         """Overwrite these pages whole; lazily, before whatever is computed next."""
+        index = mx.array(list(pages), dtype=mx.int32)
         split = [split_payload(self.planes, payload) for payload in payloads]
-        for (array, index), parts in zip(self._indexed(pages), zip(*split, strict=True), strict=True):
+        for array, parts in zip(self._arrays, zip(*split, strict=True), strict=True):
             raw = np.stack([np.frombuffer(part, np.uint8) for part in parts])
             array[index] = mx.array(raw).view(array.dtype).reshape(len(pages), *array.shape[1:])
 
-    def _indexed(self, pages: Sequence[tuple[int, ...]]) -> list[tuple[mx.array, mx.array]]:
-        """Every array, and the ids of these pages in it, int32 [n]."""
-        index = [mx.array(ids, dtype=mx.int32) for ids in zip(*pages, strict=True)]
-        return [
-            (array, index[group])
-            for cache, group in zip(self.caches, self.groups, strict=True)
-            for array in cache.state()
-        ]
+    def copy(self, origins: Sequence[int], pages: Sequence[int]) -> None:
+        """Overwrite these pages with others, all of which are read first; waits for launched steps.
+
+        Not to wait would be to copy the whole arrays: they are written in place only where nobody reads them.
+        """
+        source, target = (mx.array(list(ids), dtype=mx.int32) for ids in (origins, pages))
+        found = [array[source] for array in self._arrays]
+        mx.eval(*found)
+        for array, pages_of_array in zip(self._arrays, found, strict=True):
+            array[target] = pages_of_array
+
+    @property
+    def _arrays(self) -> list[mx.array]:
+        return [array for storage in self.storages for array in storage.state()]

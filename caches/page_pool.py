@@ -8,6 +8,9 @@ SCRATCH_PAGE = 0
 
 _SCRUB_BATCH = 64
 
+Origin = int | memoryview
+"""What a page is filled from before the next launch: the page it is a copy of, or its bytes."""
+
 
 class PoolExhaustedError(Exception):
     """No page is left: a bug where the ledger reserves the worst case, an answer under overcommit."""
@@ -19,6 +22,12 @@ class PagePool:
     Host bookkeeping only: the arrays live with the runner. A released page is dirty: it holds another row's
     keys and values, and one non-finite number in it would poison whoever gets it, masked or not. Dirty pages
     are zeroed many at a time, when the clean ones run out, so a row that leaves costs nothing.
+
+    One of a page's owners may be the prefix cache, which keeps it. A page that is kept and has no other owner
+    is idle: held, but as good as free, since the cache gives it up as soon as it is wanted.
+
+    Attributes:
+        num_idle: pages that only the prefix cache owns.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -27,6 +36,9 @@ class PagePool:
         self._dirty: deque[int] = deque()
         self._references = [0] * (num_pages + 1)
         self._to_scrub: list[int] = []
+        self._origins: dict[int, Origin] = {}
+        self._kept: set[int] = set()
+        self.num_idle = 0
 
     @property
     def num_free(self) -> int:
@@ -35,6 +47,16 @@ class PagePool:
     @property
     def num_held(self) -> int:
         return self.num_pages - self.num_free
+
+    @property
+    def num_used(self) -> int:
+        """Pages that anybody but the prefix cache owns."""
+        return self.num_held - self.num_idle
+
+    @property
+    def num_kept(self) -> int:
+        """Pages that the prefix cache owns, alone or with others."""
+        return len(self._kept)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, each with one reference.
@@ -57,6 +79,7 @@ class PagePool:
     def retain(self, page: int) -> None:
         """Share a held page with one more owner."""
         assert self._references[page] > 0, f"page {page} is free"
+        self.num_idle -= self.is_idle(page)
         self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -64,8 +87,27 @@ class PagePool:
         for page in pages:
             assert self._references[page] > 0, f"page {page} released twice"
             self._references[page] -= 1
+            self.num_idle += self.is_idle(page)
             if self._references[page] == 0:
+                assert page not in self._kept, f"page {page} is kept and has no owner"
+                self._origins.pop(page, None)
                 self._dirty.append(page)
+
+    def keep(self, page: int) -> None:
+        """Make the prefix cache an owner of a held page, once."""
+        assert page not in self._kept, f"page {page} is kept twice"
+        self.retain(page)
+        self._kept.add(page)
+
+    def drop(self, page: int) -> None:
+        """The prefix cache is no owner any more."""
+        self.num_idle -= self.is_idle(page)
+        self._kept.remove(page)
+        self.release((page,))
+
+    def is_idle(self, page: int) -> bool:
+        """Whether the prefix cache alone owns it."""
+        return self._references[page] == 1 and page in self._kept
 
     def references(self, page: int) -> int:
         """Owners of a page; 0 where it is free."""
@@ -77,10 +119,27 @@ class PagePool:
         self._clean.extend(self._dirty)
         self._dirty.clear()
 
+    def origin(self, page: int) -> Origin:
+        """Where a page's content is until the next launch: elsewhere where it is yet to be filled."""
+        return self._origins.get(page, page)
+
+    def fill(self, page: int, origin: Origin) -> None:
+        """Have a held page filled before the next launch; forgotten where it is freed before.
+
+        All origins are read before any page is written or zeroed, so an origin may be free already.
+        """
+        self._origins[page] = origin
+
     def take_scrub(self) -> tuple[int, ...]:
-        """Pages to zero before the next launch; each is reported once."""
-        pages, self._to_scrub = tuple(self._to_scrub), []
+        """Pages to zero before the next launch; each is reported once, and none that is filled."""
+        pages = tuple(page for page in self._to_scrub if page not in self._origins)
+        self._to_scrub = []
         return pages
+
+    def take_origins(self) -> dict[int, Origin]:
+        """Pages to fill before the next launch, and from where; asked for after `take_scrub`, once."""
+        origins, self._origins = self._origins, {}
+        return origins
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is free once or held, and none is both."""
@@ -90,3 +149,5 @@ class PagePool:
         held = sum(1 for count in self._references if count > 0)
         assert held + len(free) == self.num_pages, f"{held} held + {len(free)} free != {self.num_pages}"
         assert self._references[SCRATCH_PAGE] == 0, "the scratch page is owned"
+        assert self.num_idle == sum(map(self.is_idle, self._kept)), f"{self.num_idle} idle pages are counted"
+        assert all(self._references[page] for page in (*self._kept, *self._origins)), "a free page is awaited"

@@ -44,6 +44,11 @@ class PageTable:
         """Free pages of the pool it grows from."""
         return self._pool.num_free
 
+    def page(self, index: int) -> int:
+        """Id of the logical page `index`, which is held."""
+        assert index >= self.first_page, f"page {index} was given back"
+        return self.pages[index - self.first_page]
+
     def pages_short(self, end: int) -> int:
         """Pages to allocate before positions up to `end` (exclusive) have room."""
         end = self.spec.room_for(end)
@@ -55,12 +60,17 @@ class PageTable:
         """The oldest page of a row that is taken over: what its window had left is not wanted."""
         return self.spec.first_live_page(self.spec.since) if self.spec.since else 0
 
-    def adopt(self, pages: Sequence[int]) -> None:
-        """Begin with full pages of another owner, shared by reference: never write to them."""
+    def adopt(self, pages: Sequence[int], first_page: int = 0) -> None:
+        """Begin with full pages of another owner, shared by reference: never write to them.
+
+        Args:
+            first_page: logical index of the first one; those before it count as given back.
+        """
         assert (self.pages, self.first_page) == ([], 0), "only an empty table adopts"
         for page in pages:
             self._pool.retain(page)
         self.pages = list(pages)
+        self.first_page = first_page
         self.version += 1
 
     def grow(self, end: int) -> None:

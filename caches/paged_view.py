@@ -207,12 +207,17 @@ class PrefillView:
         return columns[:, :, : self.start + self._num_tokens - self.first_column]
 
     def mask(self, num_tokens: int, window: int | None, return_array: bool) -> mx.array | str | None:
-        """None, "causal", or bool [num_tokens, S] where a window cuts or an array is asked for."""
+        """None, "causal", or bool [num_tokens, S] where a window cuts or an array is asked for.
+
+        A single token attends to all it finds, so it gets None, array or not, as in mlx-lm.
+        """
         window = self.spec.window if window is None else window
         length = self.start + num_tokens - self.first_column
         cuts = window is not None and length > window
+        if not cuts and num_tokens == 1:
+            return None
         if not cuts and not return_array:
-            return "causal" if num_tokens > 1 else None
+            return "causal"
         query = mx.arange(self.start, self.start + num_tokens)[:, None]
         column = mx.arange(self.first_column, self.first_column + length)[None]
         mask = column <= query

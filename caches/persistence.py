@@ -41,14 +41,14 @@ class PlaneSpec:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """What every page of a model's state has in common; a page of another format is foreign.
+    """What every page of a group has in common; a page of another format is foreign.
 
     Attributes:
         model: fingerprint of the weights.
         signature: of the caches, all layers.
-        page_size: positions a page.
+        page_size: positions between two keys.
         floor: shortest prefix from which the state may be resumed.
-        planes: arrays of one page, all groups and layers, in the order of their bytes in a payload.
+        planes: arrays of one page, all layers, in the order of their bytes in a payload.
     """
 
     model: str
@@ -67,32 +67,44 @@ class PageName:
     """A page's place in a chain of prefixes.
 
     Attributes:
-        key: keyed hash of all tokens up to the page's end; names the file.
+        key: keyed hash of all tokens up to the page's end, the same for all groups.
         parent: the same up to the page's start.
         index: full pages before it.
+        group: which of the model's groups it is a page of.
     """
 
     key: bytes
     parent: bytes
     index: int
+    group: int = 0
+
+    @property
+    def file(self) -> bytes:
+        """Names the file: the key, or, for groups after the first, a hash of it and the group."""
+        return file_of(self.key, self.group)
+
+
+def file_of(key: bytes, group: int) -> bytes:
+    """Names the file of a group's page."""
+    return blake2b(key + group.to_bytes(4, "little"), digest_size=len(key)).digest() if group else key
 
 
 class PageCodec:
-    """Pages of one format to files and back.
+    """Pages of one model to files and back.
 
     A file is a header that follows from format, name and digest alone, then the planes. So a header is right
     where it is, byte for byte, the one that would be written; the digest binds the planes to the page's key,
     and nobody without the secret can make one.
     """
 
-    def __init__(self, format: PageFormat, secret: bytes) -> None:
-        """`secret`: at most 64 bytes."""
-        self.format = format
+    def __init__(self, formats: Sequence[PageFormat], secret: bytes) -> None:
+        """`formats`: one a group. `secret`: at most 64 bytes."""
+        self.formats = tuple(formats)
         self._secret = secret
 
     def encode(self, name: PageName, payload: bytes) -> tuple[bytes, bytes]:
-        """Header and planes, to be written one after the other. `payload` has `format.page_bytes`."""
-        assert len(payload) == self.format.page_bytes, f"{len(payload)} bytes are no page"
+        """Header and planes, to be written one after the other. `payload` has its format's `page_bytes`."""
+        assert len(payload) == self.formats[name.group].page_bytes, f"{len(payload)} bytes are no page"
         return self._header(name, self._digest(name, payload)), payload
 
     def decode(self, name: PageName, data: bytes) -> memoryview:
@@ -107,7 +119,7 @@ class PageCodec:
         if data[: len(header)] != header:
             raise PageFileError("foreign", self._difference(name, metadata))
         payload = memoryview(data)[len(header) :]
-        expected = self.format.page_bytes
+        expected = self.formats[name.group].page_bytes
         if len(payload) < expected:
             raise PageFileError("truncated", f"{len(payload)} of {expected} bytes are there")
         if len(payload) > expected:
@@ -119,7 +131,7 @@ class PageCodec:
     def _header(self, name: PageName, digest: str) -> bytes:
         tensors: dict[str, object] = {"__metadata__": {**self._describe(name), "digest": digest}}
         start = 0
-        for plane in self.format.planes:
+        for plane in self.formats[name.group].planes:
             end = start + plane.num_bytes
             tensors[plane.name] = {"dtype": plane.dtype, "shape": plane.shape, "data_offsets": (start, end)}
             start = end
@@ -128,13 +140,14 @@ class PageCodec:
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
     def _describe(self, name: PageName) -> dict[str, str]:
+        format = self.formats[name.group]
         return {
             "format": FORMAT,
-            "model": self.format.model,
-            "signature": self.format.signature,
-            "page_size": str(self.format.page_size),
-            "floor": str(self.format.floor),
-            "offset": str((name.index + 1) * self.format.page_size),
+            "model": format.model,
+            "signature": format.signature,
+            "page_size": str(format.page_size),
+            "floor": str(format.floor),
+            "offset": str((name.index + 1) * format.page_size),
             "tokens": name.key.hex(),
             "parent": name.parent.hex(),
         }
@@ -146,7 +159,7 @@ class PageCodec:
         return "the planes differ"
 
     def _digest(self, name: PageName, payload: bytes | memoryview) -> str:
-        digest = blake2b(name.key, key=self._secret, digest_size=_DIGEST_BYTES)
+        digest = blake2b(name.file, key=self._secret, digest_size=_DIGEST_BYTES)
         digest.update(payload)
         return digest.hexdigest()
 

@@ -1,6 +1,10 @@
 """How many pages and bytes a row of a given length needs, per layer group."""
 
 from dataclasses import dataclass
+from math import gcd
+
+_STATE_STRIDE = 64
+"""Positions between two boundaries of a model without pages, where the prefill chunk allows it."""
 
 ENDLESS = 2**31 - 1
 """Page size of state that does not grow: its one page has room for every position."""
@@ -87,10 +91,20 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """A group and the pages its pool gets, page 0 (scratch) not counted."""
+    """A group and the pages its pool gets, page 0 (scratch) not counted.
+
+    Attributes:
+        num_spare: those of them that no row is promised: the prefix cache keeps boundaries of rows there.
+    """
 
     spec: GroupSpec
     num_pages: int
+    num_spare: int = 0
+
+    @property
+    def num_promised(self) -> int:
+        """Pages that rows may be promised."""
+        return self.num_pages - self.num_spare
 
     @property
     def capacity_bytes(self) -> int:
@@ -122,6 +136,12 @@ class MemoryPlan:
         return max((group.spec.since for group in self.groups), default=0)
 
     @property
+    def page_size(self) -> int:
+        """Positions between two places where a row may begin on what others computed."""
+        sizes = [group.spec.page_size for group in self.groups if not group.spec.state_bytes]
+        return sizes[0] if sizes else gcd(self.chunk, _STATE_STRIDE)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all pools; never above `budget_bytes`. Each pool's scratch page comes on top."""
         return sum(group.capacity_bytes for group in self.groups)
@@ -135,6 +155,7 @@ def plan_memory(
     max_rows: int,
     max_model_len: int,
     chunk: int,
+    checkpoints: float = 0.0,
 ) -> MemoryPlan:
     """Share `budget_bytes` out between the groups' pools.
 
@@ -142,6 +163,9 @@ def plan_memory(
     they get what `max_rows` rows need, where that is at most half the budget; else what half the budget
     gives, or their part of the rows of full length that fit, if that is more. Full-attention groups share the
     rest. No group gets more than `max_rows` rows of full length need.
+
+    A share `checkpoints` of the budget is set aside first: it gives bounded groups spare pages, what as many
+    boundaries need as it holds, since what rows leave behind in such a group is little and soon gone.
 
     Raises:
         ValueError: the budget does not hold one page of each group.
@@ -152,7 +176,13 @@ def plan_memory(
     bounded_bytes = sum(need[s.name] * s.page_bytes for s in bounded)
     full_bytes = sum(need[s.name] * s.page_bytes for s in full)
     pages: dict[str, int] = {}
+    spare = dict.fromkeys(need, 0)
+    total_bytes = budget_bytes
     if bounded:
+        boundary = {s.name: s.pages_for(max_model_len, 0) for s in bounded}
+        count = int(budget_bytes * checkpoints / sum(boundary[s.name] * s.page_bytes for s in bounded))
+        spare |= {name: count * num_pages for name, num_pages in boundary.items()}
+        budget_bytes -= sum(spare[s.name] * s.page_bytes for s in bounded)
         rows = max(budget_bytes / (bounded_bytes + full_bytes), budget_bytes / 2 / bounded_bytes)
         rows = min(rows, max_rows)
         pages = {s.name: max(1, int(rows * need[s.name])) for s in bounded}
@@ -161,14 +191,12 @@ def plan_memory(
         pages[spec.name] = min(left * need[spec.name] // full_bytes, max_rows * need[spec.name])
     if left < 0 or min(pages.values()) < 1:
         smallest = sum(s.page_bytes for s in specs)
-        raise ValueError(
-            f"a KV budget of {budget_bytes} bytes holds no page of each group ({smallest} bytes)"
-        )
+        raise ValueError(f"a KV budget of {total_bytes} bytes holds no page of each group ({smallest} bytes)")
     return MemoryPlan(
         weights_bytes=weights_bytes,
-        budget_bytes=budget_bytes,
+        budget_bytes=total_bytes,
         max_rows=max_rows,
         max_model_len=max_model_len,
         chunk=chunk,
-        groups=tuple(GroupPlan(s, pages[s.name]) for s in specs),
+        groups=tuple(GroupPlan(s, pages[s.name] + spare[s.name], spare[s.name]) for s in specs),
     )

@@ -97,7 +97,7 @@ class EngineMetrics:
         self.kv = Gauge("mlxd_kv_bytes", "KV bytes; the states overlap, never add them.", ("state",))
         self.pages = Gauge("mlxd_kv_pages", "Pages of a layer group.", ("group", "state"))
         self.prefix_evictions = Counter(
-            "mlxd_prefix_evicted_pages_total", "Cached pages of each group given up for rows."
+            "mlxd_prefix_evicted_pages_total", "Cached pages of all groups given up for others."
         )
         self.disk = Gauge("mlxd_disk_bytes", "Prefixes on disk, and the most there may be.", ("state",))
         self.disk_pages = Counter(

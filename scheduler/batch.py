@@ -138,8 +138,7 @@ class Batch:
             self._book.touched.add(tenant.name)
 
     def _has_room(self, request: Request, end: int) -> bool:
-        assert request.row is not None
-        fits = self._space.grow(request.row, request.num_computed, end)
+        fits = self._space.grow(request, end)
         self._is_short_of_pages |= not fits
         return fits
 

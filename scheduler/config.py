@@ -106,7 +106,8 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`budget`: bytes ("8GiB", 1048576) or a share of the device memory left after weights (0.6).
 
-    `prefix`: keep full pages of ended rows for later requests of their tenant, where the model allows it.
+    `prefix`: keep what ended rows computed for later requests of their tenant.
+    `checkpoints`: share of the budget that holds what rows pass by in sliding windows and recurrent states.
     `quantization`: how keys and values are packed; None keeps them as the model computes them.
     `disk`: where kept pages outlive the daemon; None keeps them in memory alone.
     """
@@ -114,8 +115,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     budget: Budget = 0.6
     page_size: Literal["auto", 16, 32, 64, 128, 256] = "auto"
     prefix: bool = True
+    checkpoints: Annotated[float, Meta(ge=0, le=0.5)] = 0.1
     quantization: Quantization | None = None
     disk: DiskConfig | None = None
+
+    @property
+    def checkpoint_share(self) -> float:
+        """`checkpoints`, of which there are none without `prefix`."""
+        return self.checkpoints if self.prefix else 0.0
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -83,6 +83,7 @@ def _memory_plan(config: Config, progress: Progress) -> MemoryPlan:
         prefill_chunk=config.scheduler.prefill_chunk,
         budget=config.cache.budget,
         page_size=config.cache.page_size,
+        checkpoints=config.cache.checkpoint_share,
         quantization=config.cache.quantization,
         progress=progress,
     )

@@ -9,7 +9,6 @@ from mlxd.caches.budget import parse_size
 from mlxd.caches.disk_store import DiskStore
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.caches.persistence import PageCodec
-from mlxd.caches.prefix import why_not_reusable
 from mlxd.scheduler.config import Config
 
 logger = logging.getLogger(__name__)
@@ -18,21 +17,17 @@ logger = logging.getLogger(__name__)
 def open_disk(config: Config, runner: Runner, clock: Callable[[], float]) -> tuple[DiskTier | None, bytes]:
     """The tier, and the secret that makes a tenant find its own prefixes again.
 
-    None, and a warning, where the folder cannot be used or the model's prefixes cannot be reused; None where
-    none is configured. Then the secret is empty.
+    None, and a warning, where the folder cannot be used; None where none is configured. Then the secret is
+    empty.
     """
     disk = config.cache.disk
     if disk is None:
-        return None, b""
-    reason = why_not_reusable([group.spec for group in runner.info.memory.groups])
-    if reason:
-        logger.warning("the disk tier is off: %s", reason)
         return None, b""
     try:
         store = DiskStore(Path(disk.path).expanduser(), parse_size(disk.max_bytes))
     except OSError as error:
         logger.warning("the disk tier is off: %s", error)
         return None, b""
-    codec = PageCodec(runner.page_format, store.secret)
+    codec = PageCodec(runner.page_formats, store.secret)
     step_s = config.scheduler.prefill_ms / 1000
     return DiskTier(store, codec, clock=clock, step_s=step_s), store.secret

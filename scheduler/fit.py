@@ -11,9 +11,9 @@ def longest_context(plan: MemoryPlan) -> int:
 
 
 def _most_positions(group: GroupPlan, plan: MemoryPlan) -> int:
-    if group.spec.pages_for(plan.max_model_len, plan.chunk) <= group.num_pages:
+    if group.spec.pages_for(plan.max_model_len, plan.chunk) <= group.num_promised:
         return plan.max_model_len
-    return group.num_pages * group.spec.page_size
+    return group.num_promised * group.spec.page_size
 
 
 def check_shares(config: Config, plan: MemoryPlan) -> None:

@@ -19,6 +19,7 @@ def load_model_runner(config: Config, progress: Progress) -> Runner:
         prefill_chunk=config.scheduler.prefill_chunk,
         budget=config.cache.budget,
         page_size=config.cache.page_size,
+        checkpoints=config.cache.checkpoint_share,
         quantization=config.cache.quantization,
         compile=config.decode.compile,
         attention=config.decode.attention,

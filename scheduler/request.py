@@ -5,8 +5,8 @@ from enum import Enum, auto
 
 from mlxd.batching.row import Row
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.caches.chain import PageChain
 from mlxd.caches.ledger import Reservation
-from mlxd.caches.prefix import PageChain
 from mlxd.scheduler.errors import InvalidTransitionError
 from mlxd.scheduler.events import RequestKey, Usage
 
@@ -50,6 +50,7 @@ class Request:
         num_charged: prompt positions its tenant was charged for; a recomputation is not charged again.
         num_cached: prompt positions among them that came out of the prefix cache.
         chain: its tokens' pages as the prefix cache knows them; None until it enters or where there is none.
+        stops: positions, in order, at which a chunk of its row ends besides the multiples of the chunk size.
         num_overtaken: requests that were picked after it and entered before it.
         entered_at: when it last entered the batch.
     """
@@ -71,6 +72,7 @@ class Request:
     num_charged: int = 0
     num_cached: int = 0
     chain: PageChain | None = None
+    stops: tuple[int, ...] = ()
     num_overtaken: int = 0
     num_preemptions: int = 0
     entered_at: float | None = None
@@ -112,9 +114,10 @@ class Request:
         return Usage(len(self.prompt), len(self.output), self.num_cached)
 
     def chunk_end(self, chunk: int) -> int:
-        """Where its next chunk ends: the next multiple of `chunk`, whoever shares the batch."""
+        """Where its next chunk ends: the next multiple of `chunk`, or a stop; whoever shares the batch."""
         start = self.num_computed if self.row is not None else 0
-        return min((start // chunk + 1) * chunk, start + self.prefill_left)
+        end = min((start // chunk + 1) * chunk, start + self.prefill_left)
+        return min((stop for stop in self.stops if start < stop < end), default=end)
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Known tokens [start, end)."""

@@ -166,7 +166,9 @@ class Scheduler:
             return None
         self._next_step = Step(step.step_id + 1)
         self._launched.append(step)
-        return step.plan(self.space.take_scrub(), self.batch.take_left(), self.space.take_restored())
+        scrub = self.space.take_scrub()
+        copies, restored = self.space.take_fills()
+        return step.plan(scrub, self.batch.take_left(), restored, copies)
 
     def postprocess(self, plan: StepPlan, result: StepResult, now: float, events: list[Event]) -> StepStats:
         """Take a step's tokens and faults.

@@ -101,8 +101,9 @@ class Step:
         scrub: tuple[tuple[int, ...], ...],
         left: tuple[int, ...],
         restored: tuple[RestoredPage, ...],
+        copies: tuple[tuple[tuple[int, int], ...], ...],
     ) -> StepPlan:
-        return StepPlan(self.step_id, tuple(self.decode), tuple(self.chunks), scrub, left, restored)
+        return StepPlan(self.step_id, tuple(self.decode), tuple(self.chunks), scrub, left, restored, copies)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ _LONG = {"max_tokens": 3_000, "ignore_eos": True}
 
 
 def stream(submit: str, tenant: str, started: int) -> None:
-    """Read long answers without end. `started`: a descriptor that gets a byte, and is closed, when they flow."""
+    """Read long answers without end; the descriptor `started` gets a byte when they flow, and is closed."""
     with Peer(submit) as peer:
         peer.send("hello", v=1, token=token(tenant))
         for number in itertools.count():
@@ -78,7 +78,7 @@ def expect(process: "subprocess.Popen[str]", word: str) -> None:
 def seconds_to_rest(daemon: DaemonProcess, num_clients: int) -> float:
     """From the kill of so many clients, all in the middle of an answer, until the daemon holds nothing."""
     with crowd(daemon, "acme", num_clients) as process:
-        assert daemon.scrape().total("mlxd_requests_running") == num_clients
+        wait_until(lambda: daemon.scrape().total("mlxd_requests_running") == num_clients)
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()

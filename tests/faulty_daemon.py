@@ -44,10 +44,10 @@ class FaultyRunner:
         return self._runner.maintain()
 
     @property
-    def page_format(self) -> PageFormat:
-        return self._runner.page_format
+    def page_formats(self) -> tuple[PageFormat, ...]:
+        return self._runner.page_formats
 
-    def export_pages(self, pages: Sequence[tuple[int, ...]]) -> list[bytes]:
+    def export_pages(self, pages: Sequence[tuple[int, int]]) -> list[bytes]:
         return self._runner.export_pages(pages)
 
     def counters(self) -> RunnerCounters:

@@ -75,7 +75,8 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         ("cach: {}", "x.yaml:4: cach is not a setting; did you mean cache?"),
         (
             "cache: {block: 3}",
-            "x.yaml:4: cache.block is not a setting; known are budget, page_size, prefix, quantization, disk",
+            "x.yaml:4: cache.block is not a setting; known are budget, page_size, prefix, checkpoints, "
+            "quantization, disk",
         ),
         (
             "cache:\n  page_size: 17",

@@ -210,11 +210,6 @@ def test_dense_pages_and_their_promise_go_back_when_a_row_is_packed() -> None:
     world.scheduler.space.check_empty()
 
 
-def test_prefixes_are_not_reused() -> None:
-    space = World(make_config(), make_rig("llama/64", quantization=FOUR_BITS).runner).scheduler.space
-    assert space.prefix_note == "off: rows that are packed on their way are not reusable"
-
-
 def tokens_by_request(world: World) -> dict[str, list[int]]:
     drawn: dict[str, list[int]] = {}
     for event in world.events:
@@ -328,6 +323,7 @@ def test_a_start_that_no_row_reaches_is_refused(start: int, max_model_len: int, 
             max_rows=4,
             max_model_len=max_model_len,
             chunk=CHUNK,
+            checkpoints=0.0,
         )
     assert str(caught.value) == message
 

@@ -17,7 +17,6 @@ from wire_daemon import wait_until
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.plan import TokenLogprobs
-from mlxd.batching.runner import Runner
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.disk_store import DiskStore
 from mlxd.caches.disk_tier import DiskTier
@@ -40,7 +39,7 @@ def start(rig: Rig, folder: Path) -> tuple[World, DiskTier]:
     """As after a restart: empty pools, and what is on disk."""
     rig.runner.reset()
     store = DiskStore(folder, 10**8)
-    codec = PageCodec(rig.runner.page_format, store.secret)
+    codec = PageCodec(rig.runner.page_formats, store.secret)
     tier = DiskTier(store, codec, clock=lambda: 0.0, step_s=1.0)
     return World(make_config(), rig.runner, disk=tier, secret=store.secret), tier
 
@@ -82,26 +81,28 @@ def test_packed_pages_from_disk_are_the_same_bits(bits: Literal[4, 8], tmp_path:
 
 def test_every_dtype_of_a_pool_survives_export_and_import() -> None:
     rig = make_rig("llama")
-    arrays = rig.runner._page_arrays
-    for cache in arrays.caches:
+    [arrays] = rig.runner._page_arrays
+    for cache in arrays.storages:
         cache.planes = [plane.astype(mx.bfloat16) for plane in cache.planes]  # type: ignore[attr-defined]
-    pages = [(3,), (1,)]
-    for cache in arrays.caches:
+    for cache in arrays.storages:
         for plane in cache.state():
             plane[mx.array([3, 1])] = mx.random.normal((2, *plane.shape[1:])).astype(plane.dtype)
+    pages = [(0, 3), (0, 1)]
     payloads = rig.runner.export_pages(pages)
-    assert {len(payload) for payload in payloads} == {rig.runner.page_format.page_bytes}
-    arrays.write([(5,), (6,)], payloads)
-    assert rig.runner.export_pages([(5,), (6,)]) == payloads
+    assert {len(payload) for payload in payloads} == {rig.runner.page_formats[0].page_bytes}
+    arrays.write([5, 6], payloads)
+    assert rig.runner.export_pages([(0, 5), (0, 6)]) == payloads
+    arrays.copy([5, 6, 5], [6, 5, 7])
+    assert rig.runner.export_pages([(0, 6), (0, 5), (0, 7)]) == [*payloads, payloads[0]]
     assert rig.runner.export_pages(pages) == payloads
-    assert set(rig.runner.export_pages([(4,)])[0]) == {0}
+    assert set(rig.runner.export_pages([(0, 4)])[0]) == {0}
 
 
 class Served:
     """An engine and its ends; stopped when the block ends."""
 
-    def __init__(self, config: Config, runner: Runner | None = None) -> None:
-        runner = runner or FakeRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB)
+    def __init__(self, config: Config) -> None:
+        runner = FakeRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB)
         self.tape = Tape()
         self._batches: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._engine = Engine(config, runner_factory=lambda *_: runner, recorder=self.tape, seed=0)
@@ -145,19 +146,16 @@ def test_without_a_disk_there_is_nothing_to_tell(tmp_path: Path) -> None:
         assert served.tape.last.disk is None
 
 
-@pytest.mark.parametrize("trouble", ["a file in its place", "in use", "a model without prefixes"])
-def test_a_folder_or_model_that_will_not_do_is_one_warning_and_serving_goes_on(
+@pytest.mark.parametrize("trouble", ["a file in its place", "in use"])
+def test_a_folder_that_will_not_do_is_one_warning_and_serving_goes_on(
     trouble: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, store, runner = tmp_path / "disk", None, None
-    match trouble:
-        case "a file in its place":
-            folder.write_bytes(b"")
-        case "in use":
-            store = DiskStore(folder, 10**6)
-        case _:
-            runner = FakeRunner(fake_memory(max_rows=8, max_model_len=256, window=20), vocab_size=VOCAB)
-    with caplog.at_level(logging.WARNING), Served(disk_config(folder), runner) as served:
+    folder, store = tmp_path / "disk", None
+    if trouble == "in use":
+        store = DiskStore(folder, 10**6)
+    else:
+        folder.write_bytes(b"")
+    with caplog.at_level(logging.WARNING), Served(disk_config(folder)) as served:
         served.cached_tokens("x", range(100))
         assert served.tape.last.disk is None
     [record] = caplog.records

@@ -26,6 +26,16 @@ PROMPT = tuple(range(100, 140))
 NEVER_S = 1e9
 
 
+KINDS: dict[str, dict[str, object]] = {
+    "full": {},
+    "full and sliding": {"window": 20, "num_window_pages": 50},
+    "full and state": {"has_state": True, "num_states": 24},
+    "state": {"has_full": False, "has_state": True, "num_states": 24},
+    "all": {"window": 12, "has_state": True, "boundary": 32},
+}
+"""Groups of a model."""
+
+
 class Machine:
     """A folder, and a world that is started anew on it."""
 
@@ -43,13 +53,15 @@ class Machine:
         num_pages: int | None = None,
         decode_fault: Callable[[DecodeEntry], str | None] | None = None,
         prefill_s_per_token: float = 0.0,
+        kind: str = "full",
     ) -> World:
-        memory = fake_memory(max_rows=8, max_model_len=256, chunk=CHUNK, page_size=PAGE, num_pages=num_pages)
+        sizes: dict[str, object] = {"chunk": CHUNK, "page_size": PAGE, "num_pages": num_pages}
+        memory = fake_memory(max_rows=8, max_model_len=256, **(sizes | KINDS[kind]))  # type: ignore[arg-type]
         runner = FakeRunner(
             memory, vocab_size=VOCAB, decode_fault=decode_fault, prefill_s_per_token=prefill_s_per_token
         )
         store = DiskStore(self.folder, max_bytes)
-        codec = PageCodec(runner.page_format, store.secret)
+        codec = PageCodec(runner.page_formats, store.secret)
         self.tier = DiskTier(store, codec, clock=clock, step_s=step_s, queue_bytes=queue_bytes)
         return World(config or make_config(), runner, disk=self.tier, secret=store.secret)
 
@@ -216,17 +228,40 @@ def test_a_file_that_is_gone_is_a_miss(machine: Machine) -> None:
     assert misses(machine) == {"absent": 1}
 
 
-def test_nothing_that_a_faulty_row_began_with_stays_on_disk(machine: Machine) -> None:
-    serve(machine.start(), "cold")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_that_a_faulty_row_began_with_stays_on_disk(machine: Machine, kind: str) -> None:
+    serve(machine.start(kind=kind), "cold")
+    machine.stop()
+    assert machine.files
 
     def fault(entry: DecodeEntry) -> str | None:
         return "numeric" if entry.position == 41 else None
 
-    world = machine.restart(decode_fault=fault)
+    world = machine.restart(decode_fault=fault, kind=kind)
     assert serve(world, "bad", max_tokens=9) == 32
     machine.stop()
     assert machine.files == []
-    assert serve(machine.start(), "after") == 0
+    assert serve(machine.start(kind=kind), "after") == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_restart_a_chat_of_any_kind_goes_on_where_it_was(machine: Machine, kind: str) -> None:
+    prompt, reusable, stride = PROMPT, 0, CHUNK if kind == "state" else PAGE
+    machine.start(kind=kind)
+    for turn in range(3):
+        world = machine.restart(kind=kind)
+        assert serve(world, str(turn), prompt, max_tokens=30) == reusable
+        reusable = (len(prompt) + 30 - 1) // stride * stride
+        prompt += (*tokens_of(world, str(turn)), 5, 6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_little_time_to_load_what_was_loaded_is_there_the_next_time(machine: Machine, kind: str) -> None:
+    serve(machine.start(kind=kind), "cold")
+    ticks = count()
+    world = machine.restart(clock=lambda: float(next(ticks)), step_s=1.5, kind=kind)
+    prompts = [(*PROMPT, number) for number in range(5)]
+    assert [serve(world, str(n), prompt) for n, prompt in enumerate(prompts)][-1] >= 32
 
 
 def test_loading_ends_when_the_steps_time_is_over(machine: Machine) -> None:
@@ -303,15 +338,17 @@ def test_a_disk_that_fills_up_is_one_warning_and_serving_goes_on(
     assert serve(world, "warm", range(60)) == 56
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
 def test_random_arrivals_cancels_evictions_damage_and_restarts_never_give_a_wrong_token(
-    machine: Machine, seed: int
+    machine: Machine, seed: int, kind: str
 ) -> None:
     rng = random.Random(seed)
     config = make_config(make_tenant("acme"), make_tenant("beta"), overcommit=rng.choice([1.0, 3.0]))
     found = 0
     for life in range(4):
-        world = machine.start(config, num_pages=40, max_bytes=10**6 if life < 2 else 8_000)
+        max_bytes = 10**6 if life < 2 else 8_000
+        world = machine.start(config, num_pages=40, max_bytes=max_bytes, kind=kind)
         prompts: dict[str, tuple[int, ...]] = {}
         for number in range(25):
             name = f"{life}.{number}"

@@ -18,7 +18,7 @@ from mlxd.caches.sizing import MemoryPlan, plan_memory
 
 PAGE, CHUNK, MAX_ROWS = 16, 32, 1024
 TOLERANCE = 0.05
-BATCHES = ((3 * CHUNK + 5, 9, 1), (CHUNK - 1,))
+BATCHES = ((3 * CHUNK + 5, 9, 1, CHUNK - 1), (CHUNK - 1,))
 """Prompt lengths: many chunks and less than one together; a row that may be packed while it decodes."""
 NUM_STEPS = 6
 

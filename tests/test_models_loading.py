@@ -35,6 +35,7 @@ def load(folder: Path) -> MlxRunner:
         prefill_chunk=32,
         budget="16MiB",
         page_size=16,
+        checkpoints=0.1,
         quantization=None,
         compile="off",
         attention="auto",

@@ -82,3 +82,58 @@ def test_dirty_pages_can_be_zeroed_at_once() -> None:
     assert sorted(pool.take_scrub()) == sorted(pages)
     assert (pool.take_scrub(), pool.num_free) == ((), 4)
     pool.check_integrity()
+
+
+def test_a_page_that_the_cache_alone_keeps_is_idle_and_free_once_dropped() -> None:
+    pool = PagePool(3)
+    first, second = pool.allocate(2)
+    pool.keep(first)
+    assert (pool.num_idle, pool.num_used, pool.num_kept) == (0, 2, 1)
+    pool.release([first])
+    assert (pool.num_idle, pool.num_used) == (1, 1)
+    pool.retain(first)
+    assert (pool.num_idle, pool.num_used) == (0, 2)
+    pool.release([first, second])
+    assert (pool.num_idle, pool.num_used, pool.num_free) == (1, 0, 2)
+    pool.check_integrity()
+    pool.drop(first)
+    assert (pool.num_idle, pool.num_kept, pool.num_free) == (0, 0, 3)
+    pool.check_integrity()
+
+
+def test_a_page_is_kept_once() -> None:
+    pool = PagePool(1)
+    [page] = pool.allocate(1)
+    pool.keep(page)
+    with pytest.raises(AssertionError, match="kept twice"):
+        pool.keep(page)
+
+
+def test_a_page_that_is_filled_is_not_scrubbed_and_is_reported_once() -> None:
+    pool = PagePool(2)
+    pool.release(pool.allocate(2))
+    target, other = pool.allocate(2)
+    pool.fill(target, other)
+    assert pool.take_scrub() == (other,)
+    assert pool.take_origins() == {target: other}
+    assert pool.take_origins() == {}
+
+
+def test_what_a_page_was_to_be_filled_with_is_forgotten_when_it_is_freed() -> None:
+    pool = PagePool(2)
+    page, other = pool.allocate(2)
+    pool.fill(page, other)
+    pool.release([page])
+    assert pool.take_origins() == {}
+    [again] = pool.allocate(1)
+    assert (again, pool.take_scrub()) == (page, (page,))
+
+
+def test_until_the_launch_a_filled_pages_content_is_where_it_comes_from() -> None:
+    pool = PagePool(3)
+    first, second, third = pool.allocate(3)
+    pool.fill(second, first)
+    pool.fill(third, pool.origin(second))
+    assert pool.origin(third) == first
+    pool.take_origins()
+    assert pool.origin(third) == third

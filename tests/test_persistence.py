@@ -15,7 +15,7 @@ FORMAT = PageFormat("weights", "kv:paged:4", 4, 0, PLANES)
 SECRET = b"s" * 32
 NAME = PageName(key=b"k" * 32, parent=b"p" * 32, index=2)
 PAYLOAD = bytes(np.random.default_rng(0).integers(0, 256, FORMAT.page_bytes, dtype=np.uint8))
-CODEC = PageCodec(FORMAT, SECRET)
+CODEC = PageCodec((FORMAT,), SECRET)
 FILE = b"".join(CODEC.encode(NAME, PAYLOAD))
 HEADER_END = 8 + int.from_bytes(FILE[:8], "little")
 
@@ -110,7 +110,7 @@ def test_a_header_that_is_no_header_is_corrupt(text: bytes) -> None:
     ],
 )
 def test_a_page_of_another_format_is_foreign(format: PageFormat) -> None:
-    assert reason_of(FILE, codec=PageCodec(format, SECRET)) == "foreign"
+    assert reason_of(FILE, codec=PageCodec((format,), SECRET)) == "foreign"
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ def test_planes_under_another_pages_header_are_corrupt() -> None:
 
 
 def test_without_the_secret_nobody_makes_a_page() -> None:
-    forged = b"".join(PageCodec(FORMAT, b"guess").encode(NAME, PAYLOAD))
+    forged = b"".join(PageCodec((FORMAT,), b"guess").encode(NAME, PAYLOAD))
     assert reason_of(forged) == "corrupt"

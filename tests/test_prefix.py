@@ -4,10 +4,11 @@ import random
 
 import pytest
 
+from mlxd.caches.chain import PageChain
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import PageTable
-from mlxd.caches.prefix import PageChain, PrefixCache, why_not_reusable
-from mlxd.caches.sizing import ENDLESS, GroupSpec
+from mlxd.caches.prefix import PrefixCache
+from mlxd.caches.sizing import GroupSpec
 
 SIZE = 4
 SECRET = b"s" * 32
@@ -20,19 +21,18 @@ class Rows:
 
     def __init__(self, num_pages: int = 32) -> None:
         self.pools = (PagePool(num_pages), PagePool(num_pages))
-        self.cache = PrefixCache(self.pools, SIZE, "model", SECRET)
+        self.cache = PrefixCache((FULL, OTHER), self.pools, SIZE, "model", SECRET)
 
     def enter(self, tokens: str, namespace: str = "acme", *, most: int | None = None) -> "RowOf":
         chain = self.cache.chain(namespace)
         chain.extend(len(tokens) // SIZE, SIZE, lambda start, end: tokens[start:end].encode())
         most = len(tokens) // SIZE if most is None else most
         tables = (PageTable(FULL, self.pools[0]), PageTable(OTHER, self.pools[1]))
-        found = self.cache.take(chain, most)
-        for group, table in enumerate(tables):
-            table.adopt([pages[group] for pages in found])
+        num_found = self.cache.take(chain, tables, most)
+        for table in tables:
             table.grow(len(tokens))
         self.check()
-        return RowOf(self, chain, tables, len(found), len(tokens) // SIZE)
+        return RowOf(self, chain, tables, num_found, len(tokens) // SIZE)
 
     def found(self, tokens: str, namespace: str = "acme") -> int:
         """Cached pages of these tokens; the look is a use."""
@@ -40,10 +40,21 @@ class Rows:
         row.leave(num_pages=0)
         return row.num_found
 
+    def evict(self, count: int) -> None:
+        for kept in self.cache.groups:
+            kept.evict(count)
+        self.check()
+
+    @property
+    def num_idle(self) -> int:
+        """Pages of each group that only the cache holds."""
+        [number] = {pool.num_idle for pool in self.pools}
+        return number
+
     def check(self) -> None:
-        self.cache.check_integrity()
-        for pool in self.pools:
+        for pool, kept in zip(self.pools, self.cache.groups, strict=True):
             pool.check_integrity()
+            kept.check_integrity()
 
 
 class RowOf:
@@ -65,7 +76,8 @@ class RowOf:
         self._rows.check()
 
     def leave(self, num_pages: int | None = None) -> None:
-        self._rows.cache.leave(self.chain, self.tables, self._num_full if num_pages is None else num_pages)
+        num_pages = self._num_full if num_pages is None else num_pages
+        self._rows.cache.leave(self.chain, self.tables, num_pages, num_pages * SIZE)
         for table in self.tables:
             table.clear()
         self._rows.check()
@@ -113,7 +125,7 @@ def test_namespaces_models_and_secrets_share_no_key() -> None:
     rows.enter("aaaabbbb", "acme").leave()
     assert rows.found("aaaabbbb", "beta") == 0
     caches = [
-        PrefixCache(rows.pools, SIZE, identity, secret)
+        PrefixCache((FULL, OTHER), rows.pools, SIZE, identity, secret)
         for identity in ("model", "model2")
         for secret in (SECRET, b"")
     ]
@@ -131,13 +143,12 @@ def test_unused_pages_go_least_recently_used_first_and_leaves_before_what_they_h
     for tokens in ("aaaabbbb", "aaaacccc", "dddd", "aaaabbbb"):
         rows.enter(tokens).leave()
     order = []
-    while rows.cache.num_unused:
-        rows.cache.evict(1)
-        rows.check()
+    while rows.num_idle:
+        rows.evict(1)
         chains = ("aaaabbbb", "aaaacccc", "dddd")
         order.append([len(_cached(rows, tokens)) for tokens in chains])
     assert order == [[2, 1, 1], [2, 1, 0], [1, 1, 0], [0, 0, 0]]
-    assert rows.cache.num_evicted == 4
+    assert [kept.num_evicted for kept in rows.cache.groups] == [4, 4]
     assert all(pool.num_free == pool.num_pages for pool in rows.pools)
 
 
@@ -145,18 +156,17 @@ def _cached(rows: Rows, tokens: str) -> list[bytes]:
     """Keys that are there, without using them."""
     chain = rows.cache.chain("acme")
     chain.extend(len(tokens) // SIZE, SIZE, lambda start, end: tokens[start:end].encode())
-    return [key for key in chain.keys if key in rows.cache._entries]
+    return [key for key in chain.keys if key in rows.cache.groups[0]]
 
 
 def test_pages_of_running_rows_are_never_given_up() -> None:
     rows = Rows()
     rows.enter("aaaabbbb").leave()
     user = rows.enter("aaaabbbb", most=1)
-    rows.cache.evict(10)
-    rows.check()
+    rows.evict(10)
     assert [len(_cached(rows, tokens)) for tokens in ("aaaa", "aaaabbbb")] == [1, 1]
     user.leave()
-    assert rows.cache.num_unused == 2
+    assert rows.num_idle == 2
 
 
 def test_a_running_rows_pages_are_found_once_it_shares_them() -> None:
@@ -167,17 +177,17 @@ def test_a_running_rows_pages_are_found_once_it_shares_them() -> None:
     second = rows.enter("aaaabbbb")
     assert second.num_found == 2
     first.leave()
-    assert rows.cache.num_unused == 0
+    assert rows.num_idle == 0
     second.leave()
-    assert rows.cache.num_unused == 2
+    assert rows.num_idle == 2
 
 
-def test_of_two_rows_with_equal_pages_one_keeps_them_and_both_leave_what_comes_after() -> None:
+def test_of_two_rows_with_equal_pages_one_keeps_them_and_both_share_what_comes_after() -> None:
     rows = Rows()
     first, second = rows.enter("aaaabbbb"), rows.enter("aaaacccc")
     first.share()
     second.share()
-    assert _cached(rows, "aaaacccc") == _cached(rows, "aaaa")
+    assert len(_cached(rows, "aaaacccc")) == 2
     second.leave()
     first.leave()
     assert (rows.found("aaaabbbb"), rows.found("aaaacccc")) == (2, 2)
@@ -205,22 +215,7 @@ def test_pages_of_a_preempted_row_are_forgotten_too() -> None:
     row.leave()
     row.forget()
     assert rows.found("aaaabbbb") == 0
-    assert rows.cache.num_unused == 0
-
-
-@pytest.mark.parametrize(
-    ("specs", "reason"),
-    [
-        ((FULL, OTHER), ""),
-        ((FULL, GroupSpec("sliding:8", (1,), 8, SIZE, 1)), "sliding windows are not reusable"),
-        ((GroupSpec("state", (0,), None, ENDLESS, 0, 64),), "recurrent state is not reusable"),
-        ((FULL, GroupSpec("wide", (1,), None, 2 * SIZE, 1)), "groups differ in page size"),
-    ],
-)
-def test_only_groups_that_keep_every_position_in_equal_pages_are_reusable(
-    specs: tuple[GroupSpec, ...], reason: str
-) -> None:
-    assert why_not_reusable(specs) == reason
+    assert rows.num_idle == 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -231,13 +226,12 @@ def test_random_rows_leave_references_order_and_pages_consistent(seed: int) -> N
         act = rng.randrange(6)
         if act <= 1 and len(live) < 6:
             tokens = "".join(rng.choice("ab") * SIZE for _ in range(rng.randrange(1, 5)))
-            for pool in rows.pools:
-                rows.cache.evict(max(0, 5 - pool.num_free))
+            rows.evict(max(0, 5 - rows.pools[0].num_free))
             live.append(rows.enter(tokens, rng.choice(["acme", "beta"])))
         elif act == 2 and live:
             rng.choice(live).share()
         elif act == 3:
-            rows.cache.evict(rng.randrange(4))
+            rows.evict(rng.randrange(4))
         elif live:
             row = live.pop(rng.randrange(len(live)))
             if rng.random() < 0.1:
@@ -246,7 +240,7 @@ def test_random_rows_leave_references_order_and_pages_consistent(seed: int) -> N
         rows.check()
     for row in live:
         row.leave()
-    unused = rows.cache.num_unused
+    unused = rows.num_idle
     assert [pool.num_held for pool in rows.pools] == [unused, unused]
-    rows.cache.evict(unused)
+    rows.evict(unused)
     assert all(pool.num_held == 0 for pool in rows.pools)

@@ -252,7 +252,7 @@ def test_a_row_that_hits_and_leaves_before_any_step_has_it_was_never_in_a_plan()
     [
         (CacheConfig(), {}, "on"),
         (CacheConfig(prefix=False), {}, "off: cache.prefix is false"),
-        (CacheConfig(), {"window": 20}, "off: sliding windows are not reusable"),
+        (CacheConfig(), {"window": 20}, "on"),
     ],
 )
 def test_where_prefixes_are_off_status_says_why_and_nothing_is_kept(

@@ -63,7 +63,21 @@ asks = st.lists(
 )
 
 
-def simulate(trace: list[Ask], *, num_pages: int, overcommit: float, prefix: bool = True) -> World:
+KINDS: dict[str, dict[str, object]] = {
+    "full": {},
+    "full and sliding": {"window": 20, "num_window_pages": 22},
+    "sliding": {"has_full": False, "window": 9, "num_window_pages": 20},
+    "full and state": {"has_state": True, "num_states": 14},
+    "state": {"has_full": False, "has_state": True, "num_states": 14},
+    "packed on the way": {"boundary": 32},
+    "all": {"window": 12, "num_window_pages": 30, "has_state": True, "num_states": 16, "boundary": 16},
+}
+"""Groups of a model, their pools not much larger than the rows need."""
+
+
+def simulate(
+    trace: list[Ask], *, num_pages: int, overcommit: float, kind: str = "full", prefix: bool = True
+) -> World:
     """Submit and cancel by the trace, then run until idle; integrity is checked after every step."""
 
     def fault(entry: DecodeEntry) -> str | None:
@@ -71,7 +85,8 @@ def simulate(trace: list[Ask], *, num_pages: int, overcommit: float, prefix: boo
 
     config = make_config(*TENANTS, overcommit=overcommit, max_rows=5)
     config = msgspec.structs.replace(config, cache=CacheConfig(prefix=prefix))
-    plan = fake_memory(max_rows=5, max_model_len=100, chunk=16, page_size=PAGE, num_pages=num_pages)
+    fields: dict[str, object] = {"chunk": 16, "page_size": PAGE, "num_pages": num_pages, **KINDS[kind]}
+    plan = fake_memory(max_rows=5, max_model_len=100, **fields)  # type: ignore[arg-type]
     world = World(config, FakeRunner(plan, vocab_size=VOCAB, prefill_s_per_token=0.01, decode_fault=fault))
     for turn in range(95):
         for index, ask in enumerate(trace):
@@ -124,11 +139,16 @@ def common(one: tuple[int, ...], other: list[int]) -> int:
 
 
 @settings(max_examples=150, deadline=None)
-@given(trace=asks, num_pages=st.integers(2, 40), overcommit=st.sampled_from([1.0, 1.0, 1.5, 4.0, 16.0]))
+@given(
+    trace=asks,
+    num_pages=st.integers(2, 40),
+    overcommit=st.sampled_from([1.0, 1.0, 1.5, 4.0, 16.0]),
+    kind=st.sampled_from(sorted(KINDS)),
+)
 def test_any_trace_gives_the_tokens_of_cold_runs_and_leaves_nothing_but_cached_pages(
-    trace: list[Ask], num_pages: int, overcommit: float
+    trace: list[Ask], num_pages: int, overcommit: float, kind: str
 ) -> None:
-    world = simulate(trace, num_pages=num_pages, overcommit=overcommit)
+    world = simulate(trace, num_pages=num_pages, overcommit=overcommit, kind=kind)
     check_outcomes(world, trace)
     check_sharing(world, trace)
 
@@ -151,10 +171,16 @@ def crowd(seed: int) -> list[Ask]:
 
 
 @pytest.mark.parametrize("overcommit", [1.0, 3.0])
-@pytest.mark.parametrize("seed", range(20))
-def test_a_crowd_computes_less_than_without_sharing_under_any_pressure(seed: int, overcommit: float) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_crowd_computes_less_than_without_sharing_under_any_pressure(
+    seed: int, kind: str, overcommit: float
+) -> None:
     trace, num_pages = crowd(seed), Random(seed).randrange(12, 60)
-    worlds = [simulate(trace, num_pages=num_pages, overcommit=overcommit, prefix=on) for on in (True, False)]
+    worlds = [
+        simulate(trace, num_pages=num_pages, overcommit=overcommit, kind=kind, prefix=on)
+        for on in (True, False)
+    ]
     for world in worlds:
         check_outcomes(world, trace)
     check_sharing(worlds[0], trace)
@@ -163,6 +189,12 @@ def test_a_crowd_computes_less_than_without_sharing_under_any_pressure(seed: int
     chunks = [sum(item[3] - item[2] for p in w.plans for item in p if item[0] == "chunk") for w in worlds]  # type: ignore[operator]
     if overcommit == 1.0:
         assert chunks[0] < chunks[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_trace_gives_the_same_schedule(kind: str) -> None:
+    plans = [simulate(crowd(1), num_pages=30, overcommit=2.0, kind=kind).plans for _ in range(2)]
+    assert plans[0] == plans[1]
 
 
 def test_pages_of_the_cache_are_given_up_under_pressure_and_rows_always_get_theirs() -> None:

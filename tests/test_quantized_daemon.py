@@ -75,6 +75,7 @@ def test_the_same_budget_holds_five_times_as_many_pages(model: Path) -> None:
             prefill_chunk=64,
             budget="8MiB",
             page_size=64,
+            checkpoints=0.1,
             quantization=quantization,
             progress=ignore_progress,
         ).groups

@@ -107,8 +107,8 @@ def receive(peer: Any, count: int, type: str) -> Iterator[dict[str, Any]]:
 def test_a_step_that_takes_longer_than_a_client_waits_for_a_sign_of_life_is_waited_for(
     tmp_path: Path,
 ) -> None:
-    with daemon(tmp_path, runner=runner(0.8)) as slow, slow.client(timeout_s=0.4) as client:
-        assert client.generate("hi", SamplingParams(max_tokens=2)).usage.completion_tokens == 2
+    with daemon(tmp_path, runner=runner(1.2)) as slow, slow.client(timeout_s=0.6) as client:
+        assert client.generate("hi", SamplingParams(max_tokens=1)).usage.completion_tokens == 1
 
 
 class Crammed(FakeRunner):

@@ -5,7 +5,7 @@ import pytest
 
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import PageTable, page_tables
-from mlxd.caches.sizing import GroupSpec, plan_memory
+from mlxd.caches.sizing import GroupSpec, MemoryPlan, plan_memory
 
 
 def spec(window: int | None, page_size: int = 16, bytes_per_token: int = 4) -> GroupSpec:
@@ -73,7 +73,9 @@ def test_first_live_page_holds_the_oldest_position_a_query_reads(
     assert spec(window).first_live_page(position) == page
 
 
-def plan(*specs: GroupSpec, budget: int, max_rows: int = 8, max_model_len: int = 1024):  # type: ignore[no-untyped-def]
+def plan(
+    *specs: GroupSpec, budget: int, max_rows: int = 8, max_model_len: int = 1024, checkpoints: float = 0.0
+) -> MemoryPlan:
     return plan_memory(
         specs,
         budget_bytes=budget,
@@ -81,6 +83,7 @@ def plan(*specs: GroupSpec, budget: int, max_rows: int = 8, max_model_len: int =
         max_rows=max_rows,
         max_model_len=max_model_len,
         chunk=64,
+        checkpoints=checkpoints,
     )
 
 
@@ -103,6 +106,18 @@ def test_rows_shorter_than_the_context_do_not_run_out_of_window_pages() -> None:
     full, sliding = memory.groups
     assert sliding.num_pages == 8 * 9
     assert full.num_pages == 2 * (64 + 9) - 8 * 9
+
+
+def test_checkpoints_are_spare_pages_of_bounded_groups_that_no_row_is_promised() -> None:
+    specs, budget = (spec(None), spec(64)), 20 * (64 + 9) * 64
+    plain, spared = plan(*specs, budget=budget), plan(*specs, budget=budget, checkpoints=0.25)
+    assert [group.num_spare for group in plain.groups] == [0, 0]
+    full, sliding = spared.groups
+    assert full.num_spare == 0
+    assert sliding.num_spare == 5 * (budget // 4 // (5 * 64))
+    assert sliding.num_promised == plain.groups[1].num_pages
+    assert spared.kv_bytes <= spared.budget_bytes == budget
+    assert plan(spec(None), budget=budget, checkpoints=0.5) == plan(spec(None), budget=budget)
 
 
 def test_a_budget_without_a_page_of_each_group_is_refused_with_both_figures() -> None:
