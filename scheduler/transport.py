@@ -1,7 +1,9 @@
 """A client's connection to the daemon, behind a seam that tests can replace."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +32,7 @@ MAX_FAILED_HANDSHAKES = 3
 """Without a word. One may be a daemon that ends; more are a key, or none, that the daemon does not take."""
 LINGER_MS = 500
 
+_MONITORS = count()
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -128,13 +131,9 @@ class ZmqTransport:
                 self._arrivals.put_nowait(message)
 
     async def _watch(self, socket: zmq.asyncio.Socket) -> None:
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
+        with _monitored(socket, zmq.EVENT_DISCONNECTED) as monitor:
             await recv_monitor_message(monitor)
             self._arrivals.put_nowait(ConnectionLostError("the daemon closed the connection"))
-        finally:
-            socket.disable_monitor()
-            monitor.close()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -182,20 +181,35 @@ async def _greet(socket: zmq.asyncio.Socket, endpoint: str, hello: bytes) -> byt
         ConfigError: the endpoint is not one.
         UnauthenticatedError: the handshake fails, which is all that a wrong key is answered by.
     """
-    monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED)
-    refusal = asyncio.ensure_future(_refusal(monitor))
-    reply = asyncio.ensure_future(socket.recv())
+    with _monitored(socket, _HANDSHAKE_FAILED) as monitor:
+        refusal = asyncio.ensure_future(_refusal(monitor))
+        reply = asyncio.ensure_future(socket.recv())
+        try:
+            _connect(socket, endpoint)
+            await socket.send(hello)
+            await asyncio.wait((reply, refusal), return_when=asyncio.FIRST_COMPLETED)
+            if reply.done():
+                return reply.result()
+            text = f"the handshake with {endpoint} failed: no valid credential, or another daemon's key"
+            raise UnauthenticatedError(text)
+        finally:
+            reply.cancel()
+            refusal.cancel()
+
+
+@contextmanager
+def _monitored(socket: zmq.asyncio.Socket, events: int) -> Iterator[zmq.asyncio.Socket]:
+    """What libzmq tells of `socket`, one monitor at a time.
+
+    Each has an address of its own: that of an earlier one may still be taken for a moment after its end.
+    """
+    address = f"inproc://mlxd-monitor-{next(_MONITORS)}"
+    socket.monitor(address, events)
+    monitor = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    monitor.connect(address)
     try:
-        _connect(socket, endpoint)
-        await socket.send(hello)
-        await asyncio.wait((reply, refusal), return_when=asyncio.FIRST_COMPLETED)
-        if reply.done():
-            return reply.result()
-        text = f"the handshake with {endpoint} failed: no valid credential, or another daemon's key"
-        raise UnauthenticatedError(text)
+        yield monitor
     finally:
-        reply.cancel()
-        refusal.cancel()
         socket.disable_monitor()
         monitor.close(linger=0)
 
