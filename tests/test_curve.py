@@ -9,9 +9,10 @@ from curve_daemon import KEYS, SERVER, CurveDaemon, KeyPeer, curve_daemon, relay
 from wire_daemon import token, wait_until
 
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler import cli
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import ConfigError, UnauthenticatedError
-from mlxd.scheduler.keys import KeyPair
+from mlxd.scheduler.keys import KeyPair, write_keys
 
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -32,6 +33,22 @@ def test_a_client_with_keys_is_served_as_its_keys_tenant(served: CurveDaemon) ->
         with served.client(tenant) as client:
             assert client.generate("hello", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
             assert set(client.status().tenants) == {tenant}
+
+
+def test_the_verbs_take_keys_from_files(
+    served: CurveDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, _ = write_keys(tmp_path, "acme", KEYS["acme"])
+    _, server = write_keys(tmp_path, "server", SERVER)
+    options = ["--endpoint", served.curve.submit, "--key", str(secret), "--server-key", str(server)]
+    assert cli.run(["status", *options]) == 0
+    assert "acme" in capsys.readouterr().out
+    monkeypatch.setenv("MLXD_KEY", str(secret))
+    monkeypatch.setenv("MLXD_SERVER_KEY", str(server))
+    assert cli.run(["generate", *options[:2], "--max-tokens", "2", "hi"]) == 0
+    secret.chmod(0o644)
+    assert cli.run(["status", *options]) == 2
+    assert "acme.key: has mode 0644" in capsys.readouterr().err
 
 
 BAD_KEYS = {
