@@ -32,7 +32,7 @@ class Admission:
 
     def refuse(self, request: Request, tenant: Tenant, num_waiting: int) -> Rejected | None:
         """Why `request` cannot be queued; None if it can. `num_waiting` is that of all tenants."""
-        never = self._never_fits(request, tenant)
+        never = self.never_fits(request, tenant)
         if never:
             return Rejected(request.key, "never_fits", never, retryable=False)
         if len(tenant.queue) >= tenant.max_waiting:
@@ -45,7 +45,8 @@ class Admission:
             return self._full(request, "the daemon's queue is full", num_waiting)
         return None
 
-    def _never_fits(self, request: Request, tenant: Tenant) -> str:
+    def never_fits(self, request: Request, tenant: Tenant) -> str:
+        """Why it could not even enter alone; empty if it could."""
         plan = self._space.plan
         num_prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
         asked = f"{num_prompt} prompt tokens + max_tokens {max_tokens}"

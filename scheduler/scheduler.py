@@ -133,16 +133,20 @@ class Scheduler:
         return [self._revoke(request, now) if outcome == "revoked" else self._finish(request, outcome, now)]
 
     def set_tenants(self, tenants: Sequence[TenantConfig], now: float) -> list[Event]:
-        """Take new settings; requests of tenants that are gone end."""
+        """Take new settings; requests end whose tenant is gone, or whose worst case is beyond its new share."""
         names = {tenant.name for tenant in tenants}
         gone = [request for request in self._open.values() if request.tenant not in names]
         events: list[Event] = [self._revoke(request, now) for request in gone]
         self.book.update(tenants)
+        for request in list(self._open.values()):
+            never = self._admission.never_fits(request, self.book[request.tenant])
+            if never:
+                events.append(self._revoke(request, now, never))
         return events
 
-    def _revoke(self, request: Request, now: float) -> Finished:
+    def _revoke(self, request: Request, now: float, why: str = "") -> Finished:
         error = RevokedError()
-        return self._finish(request, "revoked", now, error.code, str(error))
+        return self._finish(request, "revoked", now, error.code, why or str(error))
 
     def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
         """Tell the end of every open request and touch nothing else: the rest of the state may be broken."""

@@ -247,3 +247,22 @@ def test_requests_of_a_tenant_that_is_gone_leave_nothing_behind() -> None:
     assert [(tenant.name, tenant.weight) for tenant in world.scheduler.book] == [("b", 2.0), ("c", 1.0)]
     world.run()
     assert world.events[-1].outcome == "length"
+
+
+def test_requests_beyond_a_smaller_share_end_and_others_go_on() -> None:
+    world = World(make_config(make_tenant("a"), max_rows=1))
+    world.submit(submission("runs", tenant="a", max_tokens=8))
+    world.submit(submission("large", range(1, 200), tenant="a", max_tokens=8))
+    world.submit(submission("small", tenant="a", max_tokens=8))
+    world.turn()
+    memory = world.runner.info.memory
+    smallest = sum(group.spec.page_bytes for group in memory.groups)
+    ended = world.scheduler.set_tenants(
+        [make_tenant("a", kv_share=2 * smallest / memory.kv_bytes)], world.now
+    )
+    assert [(event.key.request_id, event.outcome, event.error_code) for event in ended] == [
+        ("large", "revoked", "revoked")
+    ]
+    assert "the tenant's share is" in ended[0].error
+    world.run()
+    assert [stats.outcome for stats in world.tape.requests] == ["revoked", "length", "length"]
