@@ -133,7 +133,7 @@ class Scheduler:
         return [self._revoke(request, now) if outcome == "revoked" else self._finish(request, outcome, now)]
 
     def set_tenants(self, tenants: Sequence[TenantConfig], now: float) -> list[Event]:
-        """Take new settings; requests end whose tenant is gone, or whose worst case is beyond its new share."""
+        """Take new settings; requests whose tenant is gone, or beyond its new share, end."""
         names = {tenant.name for tenant in tenants}
         gone = [request for request in self._open.values() if request.tenant not in names]
         events: list[Event] = [self._revoke(request, now) for request in gone]
