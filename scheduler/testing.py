@@ -82,6 +82,8 @@ class FakeTransport:
                 self._arrivals.put_nowait(wire.Pong(id=message.id, state="running"))
             case wire.Drain():
                 self._arrivals.put_nowait(wire.Draining(id=message.id))
+            case wire.Reload():
+                self._arrivals.put_nowait(wire.Reloaded(id=message.id, changes=()))
             case wire.Hello():
                 raise AssertionError("hello is the transport's own business")
 
