@@ -49,6 +49,10 @@ class PrometheusRecorder:
         self.registry = CollectorRegistry() if registry is None else registry
         self.registry.register(self)
 
+    def add_tenants(self, names: Sequence[str]) -> None:
+        """New tenants get labels of their own while there is room; a tenant that is gone keeps its own."""
+        self._tell(partial(self._tally.add_tenants, names))
+
     def accepted(self, tenant: str) -> None:
         self._held_back.append(partial(self._tally.accepted, tenant))
 

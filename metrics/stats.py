@@ -59,8 +59,8 @@ class RequestStats:
     """Left by every accepted request at its end.
 
     Attributes:
-        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "expired", "hopeless", "failed"
-            or "draining".
+        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "expired", "hopeless",
+            "revoked", "failed" or "draining".
         queue_s: arrival to the latest start of its prefill; None where it never started.
         first_token_s: arrival to first token; None where it gave none.
         cached_tokens: prompt tokens that were found in the prefix cache.

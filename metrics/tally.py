@@ -8,7 +8,7 @@ from mlxd.metrics.stats import DiskStats, EngineSnapshot, FairnessStats, Request
 
 OUTCOMES = (
     *("stop", "length", "cancelled", "client_gone", "slow_client"),
-    *("expired", "hopeless", "failed", "draining"),
+    *("expired", "hopeless", "revoked", "failed", "draining"),
 )
 WAITS = (
     *("rows", "pages", "in_flight", "max_running", "max_prefilling"),
@@ -43,16 +43,8 @@ class Tally:
 
     def _start_at_zero(self) -> None:
         """Series whose labels are known begin at 0, else `rate()` would miss their first event."""
-        requests, steps, wire = self.catalogue.requests, self.catalogue.steps, self.catalogue.wire
-        for tenant in self._tenants:
-            requests.accepted.add(0, tenant)
-            for source in ("computed", "recomputed", "cached"):
-                requests.prompt_tokens.add(0, tenant, source)
-            requests.prefix_query_tokens.add(0, tenant)
-            requests.prefix_hit_tokens.add(0, tenant)
-            requests.generation_tokens.add(0, tenant)
-            for outcome in OUTCOMES:
-                requests.ended.add(0, tenant, outcome)
+        steps, wire = self.catalogue.steps, self.catalogue.wire
+        self._start_tenants_at_zero(self._tenants)
         for kind in STEP_KINDS:
             steps.steps.add(0, kind)
         for part in ("decode", "prefill"):
@@ -62,6 +54,26 @@ class Tally:
         steps.rows.add(0)
         wire.clients.set(0)
         wire.client_buffer.set(0)
+
+    def _start_tenants_at_zero(self, tenants: Sequence[str]) -> None:
+        requests = self.catalogue.requests
+        for tenant in tenants:
+            requests.accepted.add(0, tenant)
+            for source in ("computed", "recomputed", "cached"):
+                requests.prompt_tokens.add(0, tenant, source)
+            requests.prefix_query_tokens.add(0, tenant)
+            requests.prefix_hit_tokens.add(0, tenant)
+            requests.generation_tokens.add(0, tenant)
+            for outcome in OUTCOMES:
+                requests.ended.add(0, tenant, outcome)
+
+    def add_tenants(self, names: Sequence[str]) -> None:
+        """Names become label values while there is room; those that had been keep theirs."""
+        known = self._tenants[:-1]
+        new = [name for name in names if name not in known][: MAX_TENANT_LABELS - len(known)]
+        self._tenants = (*known, *new, OTHER)
+        self._tenant = LabelGuard(self._tenants)
+        self._start_tenants_at_zero(new)
 
     def accepted(self, tenant: str) -> None:
         self.catalogue.requests.accepted.add(1, self._tenant(tenant))

@@ -1,4 +1,4 @@
-"""Which socket addresses the daemon accepts: Unix sockets and loopback TCP, since nothing encrypts yet."""
+"""Which socket addresses the daemon accepts: Unix sockets and loopback TCP; where it encrypts, any TCP."""
 
 import ipaddress
 import os
@@ -11,9 +11,14 @@ MAX_IPC_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):(?P<port>[0-9]{1,5})")
 
 
-def check_socket_address(address: str) -> None:
-    """Raises ValueError unless `address` may be bound without CURVE; the text follows the setting's name."""
+def check_socket_address(address: str, *, encrypted: bool = False) -> None:
+    """Raises ValueError unless `address` may be bound; the text follows the setting's name.
+
+    `encrypted`: whether the socket speaks CURVE.
+    """
     scheme, _, rest = address.partition("://")
+    if encrypted and scheme != "tcp":
+        raise ValueError(f"is {address!r}; it must be tcp://HOST:PORT")
     if scheme == "ipc":
         _check_ipc_path(address, rest)
     elif scheme == "tcp":
@@ -21,10 +26,8 @@ def check_socket_address(address: str) -> None:
             host, port = split_host_port(rest)
         except ValueError:
             raise ValueError(f"is {address!r}; it must be tcp://HOST:PORT with a port to 65535") from None
-        if not is_loopback(host):
-            raise ValueError(
-                f"is {address!r}; CURVE is not available yet: it must be ipc:// or a loopback address"
-            )
+        if not (encrypted or is_loopback(host)):
+            raise ValueError(f"is {address!r}; beyond loopback there are only the sockets of server.curve")
         if port == 0:
             raise ValueError(f"is {address!r}; its port must be from 1 to 65535")
     else:
@@ -50,6 +53,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def seen_from(endpoint: str, address: str) -> str:
+    """`address` as who reached `endpoint` reaches it: a socket bound to all addresses names none."""
+    try:
+        host, port = split_host_port(address.removeprefix("tcp://"))
+        if not ipaddress.ip_address(host).is_unspecified:
+            return address
+    except ValueError:
+        return address
+    return f"{endpoint.rpartition(':')[0]}:{port}"
 
 
 def _check_ipc_path(address: str, path: str) -> None:

@@ -48,15 +48,12 @@ class Admission:
 
     def refuse(self, request: Request, tenant: Tenant, num_waiting: int) -> Rejected | None:
         """Why `request` cannot be queued; None if it can. `num_waiting` is that of all tenants."""
-        never = self._never_fits(request, tenant)
+        never = self.never_fits(request, tenant)
         if never:
             return Rejected(request.key, "never_fits", never, retryable=False)
-        if tenant.bucket is not None and request.quota > tenant.bucket.per_minute:
-            message = (
-                f"{_asked(request)} is above the {tenant.bucket.per_minute} tokens a minute of "
-                f"tenant {tenant.name!r}"
-            )
-            return Rejected(request.key, "quota", message, retryable=False)
+        above = self.above_quota(request, tenant)
+        if above:
+            return Rejected(request.key, "quota", above, retryable=False)
         if len(tenant.queue) >= tenant.max_waiting:
             count = len(tenant.queue)
             message = (
@@ -67,7 +64,8 @@ class Admission:
             return self._full(request, "the daemon's queue is full", num_waiting)
         return None
 
-    def _never_fits(self, request: Request, tenant: Tenant) -> str:
+    def never_fits(self, request: Request, tenant: Tenant) -> str:
+        """Why it could not even enter alone; empty if it could."""
         plan, asked = self._space.plan, _asked(request)
         if len(request.prompt) + request.sampling.max_tokens > plan.max_model_len:
             return f"{asked} is above the context of {plan.max_model_len} tokens"
@@ -79,6 +77,13 @@ class Admission:
         if not self._book.reserves.ever_allows(tenant.name, request.worst_case):
             return f"{asked} may need {worst} bytes of KV; too many of {plan.kv_bytes} are kept for others"
         return ""
+
+    def above_quota(self, request: Request, tenant: Tenant) -> str:
+        """Why its tenant's minute could never hold what it may still use; empty if it could."""
+        if tenant.bucket is None or request.quota <= tenant.bucket.per_minute:
+            return ""
+        per_minute = tenant.bucket.per_minute
+        return f"{_asked(request)} is above the {per_minute} tokens a minute of tenant {tenant.name!r}"
 
     def _full(self, request: Request, message: str, count: int) -> Rejected:
         wait_ms = int(1000 * self._leave_interval_s * max(1, count // 8))

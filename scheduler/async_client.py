@@ -3,6 +3,8 @@
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -14,6 +16,7 @@ from mlxd.scheduler import messages as wire
 from mlxd.scheduler.client_request import ClientRequest
 from mlxd.scheduler.connection import Connection, cancel_address
 from mlxd.scheduler.errors import ConnectionLostError, InvalidParamError, ProtocolError
+from mlxd.scheduler.login import Login
 from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect, ZmqTransport
@@ -35,7 +38,9 @@ class AsyncClient:
         self,
         endpoint: str,
         *,
-        token: str,
+        token: str | None = None,
+        key: str | Path | None = None,
+        server_key: str | Path | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = 0,
         wait_s: float = 0.0,
@@ -43,10 +48,13 @@ class AsyncClient:
         window_bytes: int = 0,
         connect: Connect | None = None,
     ) -> None:
-        """
+        """Raises ConfigError where there is no credential, two, or a wrong one.
+
         Args:
             endpoint: the daemon's submit socket, "ipc:///tmp/mlxd.sock".
-            token: the tenant's secret.
+            token: the tenant's secret, for a daemon on this machine.
+            key, server_key: for a daemon that speaks CURVE, the tenant's secret key and the daemon's public
+                one; each as Z85 text, or the path of its file.
             timeout_s: longest silence of the daemon to bear. It shows once a heartbeat that a request is
                 still known, so a long queue or a long prompt is no silence.
             retries: how often a request that was rejected as retryable is sent again, each time after the
@@ -63,9 +71,10 @@ class AsyncClient:
         self._retries = retries
         self._resume_s = resume_s
         self._window_bytes = window_bytes
-        self._connect = connect or (
-            lambda: ZmqTransport.connect(endpoint, token=token, timeout_s=timeout_s, wait_s=wait_s)
-        )
+        if connect is None:
+            login = Login.of(token, key, server_key)
+            connect = partial(ZmqTransport.connect, endpoint, login, timeout_s=timeout_s, wait_s=wait_s)
+        self._connect: Connect = connect
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
         self._is_closed = False
@@ -178,9 +187,18 @@ class AsyncClient:
         return (await self._ask(message, message.id, wire.Pong)).state
 
     async def drain(self) -> None:
-        """Ask the daemon to finish and exit; an operator's token may."""
+        """Ask the daemon to finish and exit; an operator may."""
         message = wire.Drain(id=_new_id())
         await self._ask(message, message.id, wire.Draining)
+
+    async def reload(self) -> tuple[str, ...]:
+        """Have the daemon read its file anew; an operator may. Returns a line for each tenant that changed.
+
+        Raises:
+            ConfigError: the daemon refused the file, and nothing changed.
+        """
+        message = wire.Reload(id=_new_id())
+        return (await self._ask(message, message.id, wire.Reloaded)).changes
 
     async def _ask(self, message: wire.ClientMessage, address: str, expected: type[_Reply]) -> _Reply:
         connection = await self._connected()

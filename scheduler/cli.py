@@ -3,16 +3,18 @@
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from mlxd.batching.errors import InvalidParamError, InvalidPromptError, MlxdError
-from mlxd.scheduler import client_verbs, daemon_verbs, simulate_verb, tokens
+from mlxd.scheduler import client_verbs, daemon_verbs, keys, simulate_verb, tokens
 from mlxd.scheduler import options as opt
 from mlxd.scheduler.client_verbs import Access
 from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.login import Login
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -23,6 +25,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+keys_app = typer.Typer(
+    name="keys", help="Make CURVE keys.\n\nExample: mlxd keys new acme", no_args_is_help=True
+)
+app.add_typer(keys_app)
 
 
 @app.callback(invoke_without_command=True)
@@ -80,8 +87,23 @@ def token(name: opt.TenantName, out: opt.TokenFile = None) -> None:
     if out is None:
         print(f"the token of {name}, kept nowhere: {made.token}", file=sys.stderr)
     else:
-        tokens.write_token(out, made.token)
+        tokens.write_secret(out, made.token)
     print(made.yaml)
+
+
+@keys_app.command("new")
+def new_keys(name: opt.KeyName, server: opt.IsServer = False, folder: opt.KeyFolder = Path()) -> None:
+    """Make NAME.key, a secret readable by you alone, and NAME.pub; print the lines for the YAML file.
+
+    A tenant's lines go under `tenants:`. With --server they are the daemon's own, and NAME.pub is what
+    clients give as --server-key.
+
+    Example: mlxd keys new acme --out keys
+    """
+    made = keys.KeyPair.make()
+    secret, public = keys.write_keys(folder, name, made)
+    print(f"made {secret}, which stays secret, and {public}", file=sys.stderr)
+    print(keys.server_yaml(secret) if server else keys.tenant_yaml(name, made))
 
 
 @app.command()
@@ -90,6 +112,8 @@ def generate(
     endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
     token: opt.Token = None,
     tenant_key: opt.TenantKey = None,
+    key: opt.KeyFile = None,
+    server_key: opt.ServerKeyFile = None,
     chat: opt.Chat = False,
     system: opt.System = None,
     max_tokens: opt.MaxTokens = 256,
@@ -115,7 +139,7 @@ def generate(
     """
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs shows in JSON alone; add --json")
-    access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s, wait_s)
+    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s)
     sampling = opt.sampling_of(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -141,6 +165,8 @@ def chat(
     endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
     token: opt.Token = None,
     tenant_key: opt.TenantKey = None,
+    key: opt.KeyFile = None,
+    server_key: opt.ServerKeyFile = None,
     system: opt.System = None,
     max_tokens: opt.MaxTokens = 512,
     temperature: opt.Temperature = 0.7,
@@ -156,7 +182,7 @@ def chat(
 
     Example: mlxd chat --system "Answer in one sentence."
     """
-    access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s, wait_s)
+    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s)
     sampling = opt.sampling_of(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
     )
@@ -168,6 +194,8 @@ def status(
     endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
     token: opt.Token = None,
     tenant_key: opt.TenantKey = None,
+    key: opt.KeyFile = None,
+    server_key: opt.ServerKeyFile = None,
     watch: opt.Watch = False,
     timeout_s: opt.TimeoutS = 5.0,
     wait_s: opt.WaitS = 0.0,
@@ -176,7 +204,7 @@ def status(
 
     Example: mlxd status --watch
     """
-    access = Access(endpoint, tokens.read_token(token, tenant_key), timeout_s, wait_s)
+    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s)
     client_verbs.status(access, watch=watch)
 
 
@@ -200,13 +228,49 @@ def drain(
     endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
     token: opt.Token = None,
     tenant_key: opt.TenantKey = None,
+    key: opt.KeyFile = None,
+    server_key: opt.ServerKeyFile = None,
     timeout_s: opt.TimeoutS = 5.0,
 ) -> None:
     """Finish what is open, then end the daemon; for operators.
 
     Example: mlxd drain --tenant-key ops.token
     """
-    client_verbs.drain(Access(endpoint, tokens.read_token(token, tenant_key), timeout_s))
+    client_verbs.drain(_access(endpoint, token, tenant_key, key, server_key, timeout_s))
+
+
+@app.command()
+def reload(
+    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
+    token: opt.Token = None,
+    tenant_key: opt.TenantKey = None,
+    key: opt.KeyFile = None,
+    server_key: opt.ServerKeyFile = None,
+    timeout_s: opt.TimeoutS = 30.0,
+) -> None:
+    """Put the file's tenants into effect; for operators.
+
+    The daemon reads its file anew: all or none of it; SIGHUP does the same. Other sections need a restart.
+
+    Example: mlxd reload --tenant-key ops.token
+    """
+    client_verbs.reload(_access(endpoint, token, tenant_key, key, server_key, timeout_s))
+
+
+def _access(
+    endpoint: str,
+    token: str | None,
+    tenant_key: Path | None,
+    key: Path | None,
+    server_key: Path | None,
+    timeout_s: float,
+    wait_s: float = 0.0,
+) -> Access:
+    """Raises ConfigError where there is no credential, or a file is no good."""
+    has_keys = key is not None or server_key is not None
+    if not has_keys or tenant_key is not None:
+        token = tokens.read_token(token, tenant_key)
+    return Access(endpoint, Login.of(token or None, key, server_key), timeout_s, wait_s)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,7 +27,9 @@ class Client:
         self,
         endpoint: str,
         *,
-        token: str,
+        token: str | None = None,
+        key: str | Path | None = None,
+        server_key: str | Path | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: int = 0,
         wait_s: float = 0.0,
@@ -34,12 +37,11 @@ class Client:
         window_bytes: int = 0,
         connect: Connect | None = None,
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="mlxd-client", daemon=True)
-        self._thread.start()
         self._client = AsyncClient(
             endpoint,
             token=token,
+            key=key,
+            server_key=server_key,
             timeout_s=timeout_s,
             retries=retries,
             wait_s=wait_s,
@@ -47,6 +49,9 @@ class Client:
             window_bytes=window_bytes,
             connect=connect,
         )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mlxd-client", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> "Client":
         return self
@@ -139,8 +144,12 @@ class Client:
         return self._run(self._client.ping())
 
     def drain(self) -> None:
-        """Ask the daemon to finish and exit; an operator's token may."""
+        """Ask the daemon to finish and exit; an operator may."""
         self._run(self._client.drain())
+
+    def reload(self) -> tuple[str, ...]:
+        """Have the daemon read its file anew; an operator may. Returns a line a tenant that changed."""
+        return self._run(self._client.reload())
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         if self._loop.is_closed():

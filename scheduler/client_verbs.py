@@ -18,9 +18,11 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import MlxdError, RejectedError
+from mlxd.scheduler.login import Login
 from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.results import Completion
 from mlxd.scheduler.tables import show, status_tables
+from mlxd.scheduler.transport import Transport, ZmqTransport
 
 _REFRESH_S = 1.0
 
@@ -35,15 +37,20 @@ class Access:
     """
 
     endpoint: str
-    token: str
+    login: Login
     timeout_s: float
     wait_s: float = 0.0
 
     def client(self) -> Client:
-        return Client(self.endpoint, token=self.token, timeout_s=self.timeout_s, wait_s=self.wait_s)
+        return Client(self.endpoint, timeout_s=self.timeout_s, connect=self._connect)
 
     def async_client(self) -> AsyncClient:
-        return AsyncClient(self.endpoint, token=self.token, timeout_s=self.timeout_s, wait_s=self.wait_s)
+        return AsyncClient(self.endpoint, timeout_s=self.timeout_s, connect=self._connect)
+
+    async def _connect(self) -> Transport:
+        return await ZmqTransport.connect(
+            self.endpoint, self.login, timeout_s=self.timeout_s, wait_s=self.wait_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,12 @@ def drain(access: Access) -> None:
     with access.client() as client:
         client.drain()
     print("draining: open requests finish, new ones are turned away")
+
+
+def reload(access: Access) -> None:
+    with access.client() as client:
+        changes = client.reload()
+    print("\n".join(changes) or "nothing changed")
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from msgspec import Meta
 from mlxd.caches.budget import ALLOWED_BUDGETS, ALLOWED_SIZES, check_budget, parse_size
 from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
-from mlxd.scheduler.document import Document, Keys, parse_document, read_text
+from mlxd.scheduler.document import Document, Keys, parse_document, read_text, show_path
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.priority import PriorityName
+from mlxd.scheduler.z85 import KEY_LENGTH, is_key
 
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[
@@ -29,6 +30,16 @@ Sha256 = Annotated[
         extra={"allowed": "the quoted 64 hex digits that `mlxd token` prints", "secret": True},
     ),
 ]
+PublicKey = Annotated[
+    str,
+    Meta(
+        min_length=KEY_LENGTH,
+        max_length=KEY_LENGTH,
+        extra={"allowed": f"the quoted {KEY_LENGTH} characters that `mlxd keys new` prints"},
+    ),
+]
+MAX_CREDENTIALS = 8
+Several = Meta(min_length=1, max_length=MAX_CREDENTIALS)
 PolicyName = Literal["fcfs", "fair"]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Budget = Annotated[str | int | float, Meta(extra={"allowed": ALLOWED_BUDGETS})]
@@ -38,8 +49,16 @@ Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
+class CurveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two more sockets, encrypted, for clients with keys. `secret_key_file`: of `mlxd keys new --server`."""
+
+    secret_key_file: Annotated[str, Meta(min_length=1)]
+    submit: Address
+    control: Address
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sockets and their limits. Sizes in bytes.
+    """Sockets and their limits. Sizes in bytes. `curve`: None serves this machine alone.
 
     `retention_s`, `retention_bytes`: how long ended requests can be told again, and how much of them is kept.
     `resume_grace_s`: how long a request goes on without its client; None: `retention_s` where accepted
@@ -57,6 +76,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retention_s: Annotated[float, Meta(ge=1, le=604_800)] = 600.0
     retention_bytes: Annotated[int, Meta(ge=4096, le=2**40)] = 64 * 2**20
     resume_grace_s: Seconds | None = None
+    curve: CurveConfig | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,10 +175,28 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TenantConfig(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`operator`: its token may also drain the daemon and see every tenant's status."""
+    """`token_sha256`, `public_key`: what shows that a client is this tenant's; several while one is replaced.
 
-    token_sha256: Sha256
+    `operator`: it may also drain the daemon, reload its tenants and see every tenant's status.
+    """
+
+    token_sha256: Sha256 | Annotated[tuple[Sha256, ...], Several] | None = None
+    public_key: PublicKey | Annotated[tuple[PublicKey, ...], Several] | None = None
     operator: bool = False
+
+    @property
+    def token_hashes(self) -> tuple[str, ...]:
+        return _as_tuple(self.token_sha256)
+
+    @property
+    def public_keys(self) -> tuple[str, ...]:
+        return _as_tuple(self.public_key)
+
+
+def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
 
 
 class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -234,7 +272,7 @@ def _problems(config: Config) -> Iterator[tuple[Keys, str]]:
             f"is {chunk}; it must be a multiple of cache.page_size, {page}",
         )
     yield from _attention_problems(config.cache.quantization, config.decode.attention)
-    yield from _tenant_problems(config.tenants)
+    yield from _tenant_problems(config)
 
 
 def _attention_problems(quantization: Quantization | None, attention: str) -> Iterator[tuple[Keys, str]]:
@@ -270,29 +308,53 @@ def _journal_problems(journal: JournalConfig) -> Iterator[tuple[Keys, str]]:
 
 
 def _address_problems(server: ServerConfig) -> Iterator[tuple[Keys, str]]:
-    for name, address in (("submit", server.submit), ("control", server.control)):
+    addresses = _addresses(server)
+    for keys, address in addresses.items():
         try:
-            check_socket_address(address)
+            check_socket_address(address, encrypted=keys[1] == "curve")
         except ValueError as error:
-            yield ("server", name), str(error)
+            yield keys, str(error)
     try:
         split_host_port(server.metrics)
     except ValueError as error:
         yield ("server", "metrics"), str(error)
-    if server.control == server.submit:
-        yield ("server", "control"), f"is {server.control!r}; it must differ from server.submit"
-    for name, address in (("submit", server.submit), ("control", server.control)):
+    holders: dict[str, str] = {}
+    for keys, address in addresses.items():
+        name = show_path(keys)
+        first = holders.setdefault(address, name)
+        if first != name:
+            yield keys, f"is {address!r}; it must differ from {first}"
         if address.removeprefix("tcp://") == server.metrics:
-            yield ("server", "metrics"), f"is {server.metrics!r}; server.{name} has that port"
+            yield ("server", "metrics"), f"is {server.metrics!r}; {name} has that port"
 
 
-def _tenant_problems(tenants: tuple[TenantConfig, ...]) -> Iterator[tuple[Keys, str]]:
-    hashes: dict[str, int] = {}
-    for index, tenant in enumerate(tenants):
-        first = hashes.setdefault(tenant.token_sha256, index)
-        if first != index:
-            yield ("tenants", index, "token_sha256"), f"is that of tenants[{first}]; tokens must differ"
-    yield from limit_problems(tenants)
+def _addresses(server: ServerConfig) -> dict[Keys, str]:
+    found: dict[Keys, str] = {
+        ("server", "submit"): server.submit,
+        ("server", "control"): server.control,
+    }
+    if server.curve is not None:
+        found["server", "curve", "submit"] = server.curve.submit
+        found["server", "curve", "control"] = server.curve.control
+    return found
+
+
+def _tenant_problems(config: Config) -> Iterator[tuple[Keys, str]]:
+    yield from limit_problems(config.tenants)
+    holders: dict[str, int] = {}
+    for index, tenant in enumerate(config.tenants):
+        credentials = {"token_sha256": tenant.token_hashes, "public_key": tenant.public_keys}
+        if not tenant.token_hashes and (config.server.curve is None or not tenant.public_keys):
+            hint = "" if config.server.curve is None else ", and public_key, too"
+            yield ("tenants", index, "token_sha256"), f"is missing{hint}"
+        for key in tenant.public_keys:
+            if not is_key(key):
+                yield ("tenants", index, "public_key"), f"is {key!r}; it is no key: Z85 text of 32 bytes"
+        for setting, noun in (("token_sha256", "tokens"), ("public_key", "keys")):
+            for number, credential in enumerate(credentials[setting]):
+                first = holders.setdefault(credential, index)
+                if first != index or credential in credentials[setting][:number]:
+                    yield ("tenants", index, setting), f"is that of tenants[{first}]; {noun} must differ"
 
 
 def limit_problems(tenants: Sequence[TenantLimits]) -> Iterator[tuple[Keys, str]]:

@@ -13,7 +13,8 @@ import zmq.asyncio
 
 from mlxd.scheduler.session import Session
 
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
 _EVENT = struct.Struct("=HI")
 _AUTO_ID_BYTES = 5
 
@@ -34,15 +35,24 @@ def scatter_ids() -> None:
 class Connections:
     """One session a connection. A routing id says nothing: the next connection may claim it.
 
-    `on_closed` is called for each session whose connection is closed, on the loop's thread, which owns this.
+    `on_closed` is called for each session whose connection is closed, `on_failed_handshake` for each
+    connection that never got so far as a message; on the loop's thread, which owns this.
     """
 
     def __init__(
-        self, router: zmq.asyncio.Socket, max_strangers: int, on_closed: Callable[[Session], None]
+        self,
+        router: zmq.asyncio.Socket,
+        max_strangers: int,
+        on_closed: Callable[[Session], None],
+        on_failed_handshake: Callable[[], None],
+        *,
+        encrypted: bool = False,
     ) -> None:
-        """To be made before `router` is bound, inside the running loop."""
+        """To be made before `router` is bound, inside the running loop. `encrypted`: it speaks CURVE."""
+        self._encrypted = encrypted
         self._max_strangers = max_strangers
         self._on_closed = on_closed
+        self._on_failed_handshake = on_failed_handshake
         self._sessions: dict[int, Session] = {}
         self._strangers: dict[int, Session] = {}
         self._router = router
@@ -67,6 +77,8 @@ class Connections:
             return Session(peer=peer, gone=True)
         if not session.peer:
             session.peer = peer
+            if self._encrypted:  # elsewhere a User-Id is what the peer itself put into its greeting
+                session.key = str(frame.get("User-Id"))
         elif session.peer != peer:
             # The connection before it had this file descriptor, and one frame of it was still unread.
             self.shut(session)
@@ -107,6 +119,9 @@ class Connections:
             while True:
                 event, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
                 kind, fd = _EVENT.unpack(event)
+                if kind & _HANDSHAKE_FAILED:
+                    self._on_failed_handshake()  # in place of the descriptor there is a reason
+                    continue
                 self._closed(fd)
                 if kind == zmq.EVENT_ACCEPTED:
                     session = Session(fd=fd, opened_at=self._loop.time())

@@ -16,6 +16,7 @@ from mlxd.batching.runner import Progress
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import check_shares
+from mlxd.scheduler.keys import server_keys
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.progress import ProgressBars
 from mlxd.scheduler.tables import plan_tables, show
@@ -33,7 +34,7 @@ def serve(path: Path, log_level: str) -> int:
     from mlxd.scheduler.server import Server
 
     with _located_in(path), ProgressBars() as bars:
-        server = Server(config, on_progress=bars)
+        server = Server(config, path=path, on_progress=bars)
         exit_code = asyncio.run(server.serve())
     if server.left_engine_behind:
         os._exit(exit_code)  # what Python does at its end could abort in the thread that is left
@@ -45,6 +46,8 @@ def check(path: Path) -> None:
     config = Config.load(path)
     blas = ensure_blas()
     with _located_in(path), ProgressBars() as bars:
+        if config.server.curve is not None:
+            server_keys(config.server.curve)
         plan = _memory_plan(config, bars)
         check_shares(config, plan)
     print(f"{path}: ok")

@@ -12,10 +12,12 @@ from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import ServerConfig, TenantConfig
 from mlxd.scheduler.connections import Connections, scatter_ids
-from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.errors import ConfigError, ProtocolError
+from mlxd.scheduler.keys import KeyPair
 from mlxd.scheduler.protocol import encode, kind_of
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.socket_file import SocketFile
+from mlxd.scheduler.zap import ZAP_DOMAIN
 
 SEND_HIGH_WATER_MARK = 64
 RECEIVE_HIGH_WATER_MARK = 8
@@ -50,8 +52,9 @@ class Door:
         on_gone: Callable[[Session], None],
         on_slow: Callable[[Session], None],
         on_room: Callable[[Session], None],
+        keys: KeyPair | None = None,
     ) -> None:
-        """Binds.
+        """Binds. `keys`: the daemon's own; with them the socket speaks CURVE, and a Gatekeeper must be there.
 
         Raises:
             ConfigError: the address is taken or cannot be bound.
@@ -64,8 +67,14 @@ class Door:
         self.clients: set[Session] = set()
         self._backlog: set[Session] = set()
         self._has_backlog = asyncio.Event()
-        self._socket = _router(context, address, config)
-        self._connections = Connections(self._socket, MAX_STRANGERS, self.lose)
+        self._socket = _router(context, address, config, keys)
+        self._connections = Connections(
+            self._socket,
+            MAX_STRANGERS,
+            self.lose,
+            lambda: recorder.bad_message("handshake"),
+            encrypted=keys is not None,
+        )
         try:
             self._file = _bind(self._socket, address)
         except ConfigError:
@@ -79,15 +88,19 @@ class Door:
         peer, *frames = await self._socket.recv_multipart(copy=False)
         return self._connections.sender(frames[0], peer.bytes), [frame.bytes for frame in frames]
 
-    def admit(self, session: Session, tenant: TenantConfig) -> bool:
-        """Make a stranger a client; False where there are `max_clients` already."""
+    def admit(self, session: Session, tenant: TenantConfig, proof: str = "") -> None:
+        """Make a stranger a client of the tenant that `proof` shows.
+
+        Raises:
+            ProtocolError: "too_many_clients": there are `max_clients` already.
+        """
         assert not session.gone, "what is gone never comes back"
-        if session.tenant is None and len(self.clients) >= self._config.max_clients:
-            return False
+        limit = self._config.max_clients
+        if session.tenant is None and len(self.clients) >= limit:
+            raise ProtocolError("too_many_clients", f"{limit} clients are connected, which is the limit")
         self._connections.welcome(session)
         self.clients.add(session)
-        session.tenant = tenant
-        return True
+        session.tenant, session.proof = tenant, proof
 
     def shut_strangers(self) -> None:
         """Close connections that said no good hello within HELLO_WITHIN_S."""
@@ -173,7 +186,7 @@ class Door:
 
     def lose(self, session: Session) -> None:
         """Forget a client that left, and close the connection of one that takes nothing."""
-        if session.lost:
+        if session.lost or self._socket.closed:
             return
         session.lost = session.gone = True
         self._connections.shut(session)
@@ -191,7 +204,9 @@ class Door:
         self._socket.close(linger=LINGER_MS)
 
 
-def _router(context: zmq.asyncio.Context, address: str, config: ServerConfig) -> zmq.asyncio.Socket:
+def _router(
+    context: zmq.asyncio.Context, address: str, config: ServerConfig, keys: KeyPair | None
+) -> zmq.asyncio.Socket:
     scatter_ids()
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -201,6 +216,11 @@ def _router(context: zmq.asyncio.Context, address: str, config: ServerConfig) ->
     socket.set(zmq.LINGER, LINGER_MS)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.IPV6, 1)
+    if keys is not None:
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else everyone gets in where nobody answers ZAP
     if address.startswith("tcp://"):
         socket.set(zmq.HEARTBEAT_IVL, config.heartbeat_ms)
         socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEATS_UNTIL_DEAD * config.heartbeat_ms)

@@ -14,7 +14,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.metrics.recorder import NullRecorder, Recorder
 from mlxd.metrics.stats import EngineSnapshot
-from mlxd.scheduler.config import Config
+from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.disk import open_disk
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
@@ -23,10 +23,11 @@ from mlxd.scheduler.errors import (
     MlxdError,
     ModelError,
     RejectedError,
+    RevokedError,
 )
 from mlxd.scheduler.events import Event, RequestKey, Submission
 from mlxd.scheduler.fit import check_shares
-from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Ping, Stop
+from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Ping, SetTenants, Stop
 from mlxd.scheduler.local import LocalClient
 from mlxd.scheduler.loop import EngineLoop
 from mlxd.scheduler.model_runner import load_model_runner
@@ -149,6 +150,7 @@ class Engine:
         Raises:
             InvalidParamError, InvalidPromptError: the request can never be computed.
             RejectedError: "loading", "draining" or "queue_full".
+            RevokedError: its tenant is none any more.
             EngineFailedError: the engine is gone.
         """
         if self._failure is not None:
@@ -157,7 +159,8 @@ class Engine:
             raise RejectedError("loading", "the model is loading", retryable=True, retry_after_ms=RETRY_MS)
         if self._is_draining:
             raise RejectedError("draining", "the daemon is draining", retryable=True)
-        assert submission.key.tenant in self._tenants, f"tenant {submission.key.tenant!r} is not configured"
+        if submission.key.tenant not in self._tenants:
+            raise RevokedError
         _check_prompt(submission.prompt, self._info.vocab_size)
         submission.sampling.check(self._info.vocab_size)
         if not self._inbox.submit(submission):
@@ -166,12 +169,17 @@ class Engine:
             raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
 
     def cancel(self, key: RequestKey, outcome: str = "cancelled") -> None:
-        """End a request as "cancelled", "client_gone", "slow_client", "stop" or "failed", if it is open."""
+        """End a request as "cancelled", "client_gone", "slow_client", "revoked", "stop" or "failed"."""
         self._inbox.send(Cancel(key, outcome))
 
     def ping(self, callback: Callable[[], None]) -> None:
         """Call back from the engine thread between two steps; never, where it hangs or is gone."""
         self._inbox.send(Ping(callback))
+
+    def set_tenants(self, tenants: tuple[TenantConfig, ...]) -> None:
+        """Take new settings between two steps; requests of tenants that are gone end as "revoked"."""
+        self._tenants = frozenset(tenant.name for tenant in tenants)
+        self._inbox.send(SetTenants(tenants))
 
     def drain(self) -> None:
         """Take no new requests; waiting and running ones finish."""

@@ -17,6 +17,7 @@ __all__ = [
     "ProtocolError",
     "RejectedError",
     "RequestFailedError",
+    "RevokedError",
     "UnauthenticatedError",
 ]
 
@@ -47,8 +48,17 @@ class UnauthenticatedError(MlxdError):
 
     code = "unauthenticated"
 
+    def __init__(self, message: str = "no valid credential") -> None:
+        super().__init__(message)
+
+
+class RevokedError(MlxdError):
+    """The credential was good, and was withdrawn since."""
+
+    code = "revoked"
+
     def __init__(self) -> None:
-        super().__init__("no valid credential")
+        super().__init__("the tenant or its credential was withdrawn")
 
 
 class IdConflictError(MlxdError):

@@ -70,9 +70,9 @@ class Finished:
     """The one terminal event of an accepted request.
 
     Attributes:
-        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "expired", "hopeless", "failed"
-            or "draining".
-        error_code, error: set where outcome is one of the last four.
+        outcome: "stop", "length", "cancelled", "client_gone", "slow_client", "expired", "hopeless",
+            "revoked", "failed" or "draining".
+        error_code, error: set where outcome is one of the last five.
     """
 
     key: RequestKey

@@ -1,7 +1,7 @@
 """How evenly tenants are served."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.policy import Policy
@@ -53,6 +53,10 @@ class FairnessMeter:
             dict(self.preemptions),
             dict(self.missed),
         )
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget other tenants: one that has such a name later is another."""
+        self._streaks = {name: streak for name, streak in self._streaks.items() if name in names}
 
     def gap(self, tenants: Iterable[Tenant]) -> float:
         """Between the highest and the lowest counter of these tenants, right now."""

@@ -1,54 +1,42 @@
-"""The two sockets: who speaks, what they may ask, and where it goes."""
+"""What comes in at the sockets: who speaks, what they may ask, and where it goes."""
 
 import asyncio
-import logging
-import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-import zmq.asyncio
-from msgspec import UNSET
-
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
+from mlxd.scheduler.bad_frames import BadFrames
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.connections import is_own_id
-from mlxd.scheduler.credentials import Credentials
 from mlxd.scheduler.desk import Desk
-from mlxd.scheduler.door import LINGER_MS, MAX_STRANGERS, Door
+from mlxd.scheduler.door import Door
+from mlxd.scheduler.doors import Doors
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.errors import ProtocolError, UnauthenticatedError
+from mlxd.scheduler.errors import ConfigError, ProtocolError, UnauthenticatedError
 from mlxd.scheduler.events import Event, RequestKey
 from mlxd.scheduler.journal import Journal
-from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.protocol import decode, encoding_of, kind_of
 from mlxd.scheduler.reading import LARGE_BYTES, Reader, size_of
+from mlxd.scheduler.reception import Reception
+from mlxd.scheduler.refusals import Refusals
 from mlxd.scheduler.reports import limits, status_reply
 from mlxd.scheduler.session import Session
 
-logger = logging.getLogger(__name__)
-
 MAX_STRANGER_BYTES = 2**12
-LAST_WORDS_S = 0.2
 MAX_PINGS = 8
-LOG_INTERVAL_S = 10.0
 
 T = TypeVar("T")
-
-_TOLD_STRANGERS = {"v", "routing_id"}
-"""What a client must learn before it can say hello."""
-
-_NOT_MESSAGES = {"malformed_frames", "decode", "too_large", "unsupported"}
 
 
 class Frontend:
     """Owns the sockets. Everything but `post` runs on the asyncio thread, `__init__` inside its loop.
 
-    `on_drain` is called when an operator asks for it.
+    `on_drain` and `on_reload` are called when an operator asks for it; the latter tells what changed, or
+    raises ConfigError.
     """
 
     def __init__(
@@ -60,42 +48,42 @@ class Frontend:
         epoch: str,
         on_drain: Callable[[], None],
         journal: Journal,
+        on_reload: Callable[[], Awaitable[tuple[str, ...]]],
     ) -> None:
-        """Binds both sockets; owns a file at each ipc address from here on.
+        """Binds the sockets; owns a file at each ipc address from here on.
 
         Raises:
-            ConfigError: an address is taken or cannot be bound, or so many clients need more open files.
+            ConfigError, SettingError: what `Doors` raises.
         """
         self._config = config
         self._engine = engine
         self._recorder = recorder
         self._epoch = epoch
         self._on_drain = on_drain
-        check_open_files(config.server.max_clients, MAX_STRANGERS, allow_open_files())
-        self._credentials = Credentials(config.tenants)
-        self._bad_frames: Counter[str] = Counter()
+        self._on_reload = on_reload
+        self._reloads: set[asyncio.Task[None]] = set()
+        self._bad_frames = BadFrames(recorder)
+        self._refusals = Refusals(self._bad_frames)
+        self._reception = Reception(
+            config.tenants, self._bad_frames, lambda session, outcome: self.desk.abandon(session, outcome)
+        )
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
         self._decoder = ThreadPoolExecutor(1, "mlxd-decode")
-        self._context = zmq.asyncio.Context()
-        with ExitStack() as undo:
-            undo.callback(self._context.destroy, linger=0)
-            self._submit = self._open_door(config.server.submit)
-            undo.callback(self._submit.close)
-            self._control = self._open_door(config.server.control)
-            undo.pop_all()
-        self.desk = Desk(config, engine, recorder, self._submit.send, journal)
-
-    def _open_door(self, address: str) -> Door:
-        return Door(
-            self._context,
-            address,
-            self._config.server,
-            self._recorder,
+        self._doors = Doors(
+            config.server,
+            recorder,
+            may_enter=self._reception.may_enter,
             on_gone=lambda session: self.desk.abandon(session, "client_gone"),
             on_slow=lambda session: self.desk.abandon(session, "slow_client"),
             on_room=lambda session: self.desk.has_room(session),
         )
+        self.desk: Desk = Desk(config, engine, recorder, self._doors.send, journal)
+
+    def update(self, config: Config) -> None:
+        """Take other tenants; clients whose credential is withdrawn are told so and closed."""
+        self._config = config
+        self._reception.update(config.tenants, tuple(self._doors))
 
     def post(self, events: Sequence[Event]) -> None:
         """Take the engine's events; from any thread."""
@@ -109,51 +97,38 @@ class Frontend:
     async def run(self) -> None:
         """Serve until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for door in (self._submit, self._control):
+            for door in self._doors:
                 tasks.create_task(Reader(door, partial(self._take, door)).run())
-                tasks.create_task(door.flush_forever())
+            tasks.create_task(self._doors.run())
             tasks.create_task(self._beat())
-            tasks.create_task(self._log_bad_frames())
+            tasks.create_task(self._bad_frames.log_forever())
 
     async def close(self) -> None:
         """Give clients LINGER_MS to take what they were sent, then close the sockets."""
-        deadline = self._loop.time() + LINGER_MS / 1000
-        while self._buffered_bytes and self._loop.time() < deadline:
-            self._submit.flush()
-            self._control.flush()
-            await asyncio.sleep(0.01)
-        self._submit.close()
-        self._control.close()
+        await self._doors.close()
         self.desk.close()
         self._decoder.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._context.term)
-
-    @property
-    def _buffered_bytes(self) -> int:
-        return self._submit.buffered_bytes + self._control.buffered_bytes
+        await self._doors.term()
 
     async def _take(self, door: Door, session: Session, frames: list[bytes]) -> None:
         if session.gone or self._loop.time() < session.patience.deaf_until:
-            self._count_bad("ignored")
+            self._bad_frames.count("ignored")
             return
         try:
             message = await self._decode(session, frames)
         except ProtocolError as error:
-            if session.tenant is None and error.field not in _TOLD_STRANGERS:
-                self._refuse_stranger(door, session, error.code)
-            else:
-                self._refuse(door, session, error)
+            self._refusals.refuse_unread(door, session, error)
             return
         if session.gone:
-            self._count_bad("ignored")
+            self._bad_frames.count("ignored")
             return
         self._recorder.message("in", kind_of(message))
         try:
             self._dispatch(door, session, message)
         except ProtocolError as error:
-            self._refuse(door, session, error)
+            self._refusals.refuse(door, session, error)
         except UnauthenticatedError as error:
-            self._refuse_stranger(door, session, error.code)
+            self._refusals.refuse_stranger(door, session, error.code)
 
     async def _decode(self, session: Session, frames: list[bytes]) -> wire.ClientMessage:
         if is_own_id(session.peer):
@@ -170,37 +145,6 @@ class Frontend:
         if size > LARGE_BYTES:
             return await self._loop.run_in_executor(self._decoder, decode, frames[0], limit)
         return decode(frames[0], limit)
-
-    def _refuse(self, door: Door, session: Session, error: ProtocolError) -> None:
-        self._count_bad(error.code)
-        if error.code in _NOT_MESSAGES and not session.patience.take_bad_frame(self._loop.time()):
-            error = ProtocolError("flood", "too many bad frames; nothing of this peer is read for a second")
-        reply = wire.Error(
-            id=error.request_id or UNSET, code=error.code, message=str(error), field=error.field or UNSET
-        )
-        door.send(session, reply)
-
-    def _refuse_stranger(self, door: Door, session: Session, reason: str) -> None:
-        """The same answer whatever was wrong, later with each attempt; one who sends much is shut then."""
-        self._count_bad(reason)
-        delay = session.patience.take_failed_login(self._loop.time())
-        reply = wire.Error(code="unauthenticated", message=str(UnauthenticatedError()))
-        self._loop.call_later(delay, door.send, session, reply)
-        if reason == "too_large":
-            session.patience.deaf_until = math.inf
-            self._loop.call_later(delay + LAST_WORDS_S, door.lose, session)
-
-    def _count_bad(self, reason: str) -> None:
-        self._recorder.bad_message(reason)
-        self._bad_frames[reason] += 1
-
-    async def _log_bad_frames(self) -> None:
-        while True:
-            await asyncio.sleep(LOG_INTERVAL_S)
-            if self._bad_frames:
-                counts = " ".join(f"{reason}={count}" for reason, count in sorted(self._bad_frames.items()))
-                logger.warning("bad frames within %.0f s: %s", LOG_INTERVAL_S, counts)
-                self._bad_frames.clear()
 
     def _dispatch(self, door: Door, session: Session, message: wire.ClientMessage) -> None:
         """Raises ProtocolError for what the peer may not ask, UnauthenticatedError before its hello."""
@@ -228,26 +172,30 @@ class Frontend:
             case wire.Ping():
                 self._ping(door, session, message.id)
             case wire.Drain():
-                if not session.tenant.operator:
-                    text = f"tenant {session.tenant.name!r} is not an operator"
-                    raise ProtocolError("forbidden", text, request_id=message.id)
+                _check_operator(session.tenant, message.id)
                 door.send(session, wire.Draining(id=message.id))
                 self._on_drain()
+            case wire.Reload():
+                _check_operator(session.tenant, message.id)
+                reload = self._loop.create_task(self._reload(door, session, message.id))
+                self._reloads.add(reload)
+                reload.add_done_callback(self._reloads.discard)
+
+    async def _reload(self, door: Door, session: Session, reply_id: str) -> None:
+        try:
+            changes = await self._on_reload()
+        except ConfigError as error:
+            door.send(session, wire.Error(id=reply_id, code=error.code, message=str(error)))
+        else:
+            door.send(session, wire.Reloaded(id=reply_id, changes=changes))
 
     def _only_on_submit(self, door: Door, kind: str, request_id: str) -> None:
-        if door is not self._submit:
+        if door is not self._doors.entrance(door).submit:
             text = f"{kind} belongs on the submit socket"
             raise ProtocolError("unsupported", text, field="type", request_id=request_id)
 
     def _greet(self, door: Door, session: Session, message: wire.Hello) -> None:
-        tenant = self._credentials.tenant_of(message.token)
-        if tenant is None:
-            raise UnauthenticatedError
-        if session.tenant not in (None, tenant):
-            raise ProtocolError("forbidden", "this connection belongs to another tenant")
-        if not door.admit(session, tenant):
-            limit = self._config.server.max_clients
-            raise ProtocolError("too_many_clients", f"{limit} clients are connected, which is the limit")
+        tenant = self._reception.welcome(door, session, message)
         served = self.desk.served
         welcome = wire.Welcome(
             versions=(wire.PROTOCOL_VERSION, wire.PROTOCOL_VERSION),
@@ -255,7 +203,7 @@ class Frontend:
             tenant=tenant.name,
             model=served.info.model if served else self._config.model.path,
             state=self._state,
-            control=self._control.endpoint,
+            control=self._doors.entrance(door).control.endpoint,
             limits=limits(self._config.server, served.info if served else None),
         )
         door.send(session, welcome)
@@ -272,6 +220,7 @@ class Frontend:
             reply_id,
             tenant,
             config=self._config,
+            state=self._state,
             epoch=self._epoch,
             info=served.info if served else None,
             at=self._engine.snapshot,
@@ -301,11 +250,23 @@ class Frontend:
             await asyncio.sleep(interval)
             quiet_since = self._loop.time() - interval
             self.desk.expire()
-            for session in tuple(self._submit.clients):
+            for session in self._clients:
                 self.desk.keep_alive(session, quiet_since)
-            for door in (self._submit, self._control):
+            for door in self._doors:
                 door.shut_strangers()
                 for session in tuple(door.clients):
                     if session.sent_at <= quiet_since:
                         door.send(session, wire.KeepAlive(state="idle"))
-            self._recorder.clients(len(self._submit.clients), self._buffered_bytes)
+            self._recorder.clients(len(self._clients), self._doors.buffered_bytes)
+
+    @property
+    def _clients(self) -> tuple[Session, ...]:
+        """Those that may have requests."""
+        return tuple(session for door in self._doors.submits for session in door.clients)
+
+
+def _check_operator(tenant: TenantConfig, request_id: str) -> None:
+    """Raises ProtocolError."""
+    if not tenant.operator:
+        text = f"tenant {tenant.name!r} is not an operator"
+        raise ProtocolError("forbidden", text, request_id=request_id)

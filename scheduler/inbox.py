@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlxd.scheduler.config import TenantConfig
 from mlxd.scheduler.events import RequestKey, Submission
 
 
@@ -25,11 +26,18 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class SetTenants:
+    """These are the tenants from now on; requests of others end."""
+
+    tenants: tuple[TenantConfig, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Command = Submission | Cancel | Ping | Drain | Stop
+Command = Submission | Cancel | Ping | Drain | SetTenants | Stop
 
 
 class Inbox:
@@ -52,7 +60,7 @@ class Inbox:
             self._changed.notify()
             return True
 
-    def send(self, command: Cancel | Ping | Drain | Stop) -> bool:
+    def send(self, command: Cancel | Ping | Drain | SetTenants | Stop) -> bool:
         """False: it is closed."""
         with self._changed:
             if not self._is_closed:

@@ -9,7 +9,7 @@ from mlxd.batching.runner import PendingStep, Runner
 from mlxd.metrics.recorder import Recorder
 from mlxd.metrics.stats import EngineSnapshot
 from mlxd.scheduler.events import Event, Rejected, Submission
-from mlxd.scheduler.inbox import Cancel, Command, Drain, Inbox, Ping, Stop
+from mlxd.scheduler.inbox import Cancel, Command, Drain, Inbox, Ping, SetTenants, Stop
 from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.snapshot import SnapshotMaker
 
@@ -148,6 +148,8 @@ class EngineLoop:
                 command.callback()
             case Drain():
                 self._scheduler.is_draining = True
+            case SetTenants():
+                self._events += self._scheduler.set_tenants(command.tenants, now)
             case Stop():
                 self._scheduler.is_draining = self._is_stopping = True
 

@@ -29,10 +29,17 @@ class _FromClient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Hello(_FromClient, frozen=True, kw_only=True, tag="hello"):
-    """First message on each socket. `token`: the tenant's secret. `client`: a name for the daemon's log."""
+    """First message on each socket.
+
+    Attributes:
+        token: the tenant's secret; empty on a CURVE connection, whose key says it all.
+        tenant: whom the client takes itself for; another one than its credential's is an error.
+        client: a name for the daemon's log.
+    """
 
     v: int
-    token: Annotated[str, Meta(max_length=1024)]
+    token: Annotated[str, Meta(max_length=1024)] = ""
+    tenant: Annotated[str, Meta(max_length=64)] = ""
     client: Annotated[str, Meta(max_length=128)] = ""
 
 
@@ -96,13 +103,22 @@ class Ping(_FromClient, frozen=True, kw_only=True, tag="ping"):
 
 
 class Drain(_FromClient, frozen=True, kw_only=True, tag="drain"):
-    """Stop admitting, finish what runs, exit. For operators' tokens."""
+    """Stop admitting, finish what runs, exit. For operators."""
 
     id: EchoId = ""
 
 
-ClientMessage = Hello | Generate | Resume | Grant | Cancel | Status | Ping | Drain
-CLIENT_MESSAGE_TYPES = ("cancel", "drain", "generate", "grant", "hello", "ping", "resume", "status")
+class Reload(_FromClient, frozen=True, kw_only=True, tag="reload"):
+    """Read the configuration file anew, for its tenants. For operators."""
+
+    id: EchoId = ""
+
+
+ClientMessage = Hello | Generate | Resume | Grant | Cancel | Status | Ping | Drain | Reload
+CLIENT_MESSAGE_TYPES = (
+    *("cancel", "drain", "generate", "grant", "hello"),
+    *("ping", "reload", "resume", "status"),
+)
 
 
 class _FromServer(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -219,6 +235,13 @@ class Draining(_FromServer, frozen=True, kw_only=True, tag="draining"):
     id: str
 
 
+class Reloaded(_FromServer, frozen=True, kw_only=True, tag="reloaded"):
+    """`changes`: a line for each tenant that was added, removed or changed."""
+
+    id: str
+    changes: tuple[str, ...]
+
+
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`service`: weighted tokens over weight, as `fair` counts. `generated_tokens`: sent since the start."""
 
@@ -276,6 +299,7 @@ ServerMessage = (
     | CancelReply
     | Pong
     | Draining
+    | Reloaded
     | StatusReply
 )
 Terminal = Done | Error | Cancelled | Rejected

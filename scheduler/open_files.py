@@ -24,9 +24,9 @@ def allow_open_files() -> int:
     return soft
 
 
-def check_open_files(max_clients: int, max_strangers: int, limit: int) -> None:
-    """Raises ConfigError where two sockets full of clients and strangers need more than `limit` files."""
-    most = (limit - _OTHERS) // 2 - max_strangers
+def check_open_files(max_clients: int, max_strangers: int, limit: int, num_sockets: int = 2) -> None:
+    """Raises ConfigError where sockets full of clients and strangers need more than `limit` files."""
+    most = (limit - _OTHERS) // num_sockets - max_strangers
     if max_clients > most:
         raise ConfigError(
             f"server.max_clients is {max_clients}; a limit of {limit} open files (ulimit -n) allows "

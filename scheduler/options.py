@@ -59,6 +59,27 @@ Token = Annotated[
 TenantKey = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Read the token from this file.", show_default=False)
 ]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--key", metavar="FILE", envvar="MLXD_KEY", help="With CURVE: your secret key.", show_default=False
+    ),
+]
+ServerKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--server-key",
+        metavar="FILE",
+        envvar="MLXD_SERVER_KEY",
+        help="With CURVE: the daemon's public key.",
+        show_default=False,
+    ),
+]
+KeyName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The tenant's name, and the files'.", show_default=False)
+]
+KeyFolder = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the files go.")]
+IsServer = Annotated[bool, typer.Option("--server", help="Make the daemon's own keys.")]
 TimeoutS = Annotated[
     float,
     typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Longest silence of the daemon to bear."),

@@ -50,3 +50,12 @@ class TokenBucket:
     def release(self, num_tokens: int) -> None:
         """Held ones that nobody will use."""
         self.held -= num_tokens
+
+
+def rated(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
+    """One of this rate with what is in `bucket`, nothing of it held; full where there was none."""
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return TokenBucket.full(per_minute)
+    return TokenBucket(per_minute, min(per_minute, bucket.level_at(now)), max(bucket.at, now))

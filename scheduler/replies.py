@@ -4,6 +4,7 @@ from msgspec import UNSET
 
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.errors import (
+    ConfigError,
     EngineFailedError,
     IdConflictError,
     InvalidParamError,
@@ -12,6 +13,7 @@ from mlxd.scheduler.errors import (
     ProtocolError,
     RejectedError,
     RequestFailedError,
+    RevokedError,
     UnauthenticatedError,
 )
 from mlxd.scheduler.events import Rejected
@@ -59,6 +61,10 @@ def error_of(reply: wire.Error) -> MlxdError:
     match reply.code:
         case "unauthenticated":
             return UnauthenticatedError()
+        case "config":
+            return ConfigError(reply.message)
+        case "revoked":
+            return RevokedError()
         case "invalid_param":
             return InvalidParamError.from_message(field, reply.message)
         case "invalid_prompt":

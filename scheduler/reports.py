@@ -27,6 +27,7 @@ def status_reply(
     asker: TenantConfig,
     *,
     config: Config,
+    state: str,
     epoch: str,
     info: RunnerInfo | None,
     at: EngineSnapshot,
@@ -34,15 +35,18 @@ def status_reply(
     started_at: float,
     generated_tokens: Mapping[str, int],
 ) -> wire.StatusReply:
-    """The engine's state `at` its latest step; other tenants' part is shown to operators alone.
+    """Other tenants' part is shown to operators alone.
 
-    `generated_tokens`: of each tenant since the start.
+    Args:
+        state: the daemon's.
+        at: the engine at its latest step.
+        generated_tokens: of each tenant since the start.
     """
     names = [t.name for t in config.tenants] if asker.operator else [asker.name]
     tenants = {name: _tenant_status(name, at, generated_tokens.get(name, 0)) for name in names}
     return wire.StatusReply(
         id=reply_id,
-        state=at.state,
+        state=state,
         epoch=epoch,
         uptime_s=now - started_at,
         model=info.model if info else config.model.path,

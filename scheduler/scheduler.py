@@ -1,6 +1,7 @@
 """From submissions to steps, and from their results to events. Pure: it is told the time."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from mlxd.batching.plan import RowResult, StepPlan, StepResult
 from mlxd.batching.runner import RunnerInfo
@@ -9,8 +10,9 @@ from mlxd.metrics.recorder import NullRecorder, Recorder
 from mlxd.metrics.stats import RequestStats, StepStats
 from mlxd.scheduler.admission import Admission
 from mlxd.scheduler.batch import Batch
-from mlxd.scheduler.config import Config
+from mlxd.scheduler.config import Config, TenantLimits
 from mlxd.scheduler.deadlines import Deadlines
+from mlxd.scheduler.errors import RevokedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.fairness import FairnessMeter
 from mlxd.scheduler.kv_space import KvSpace
@@ -145,7 +147,30 @@ class Scheduler:
     def cancel(self, key: RequestKey, outcome: str, now: float) -> list[Event]:
         """End an open request with `outcome`; an unknown key is nothing."""
         request = self._open.get(key)
-        return [] if request is None else [self._finish(request, outcome, now)]
+        if request is None:
+            return []
+        return [self._revoke(request, now) if outcome == "revoked" else self._finish(request, outcome, now)]
+
+    def set_tenants(self, tenants: Sequence[TenantLimits], now: float) -> list[Event]:
+        """Take new settings; requests whose tenant is gone, or that could not enter any more, end.
+
+        Those that go on keep their class.
+        """
+        names = {tenant.name for tenant in tenants}
+        gone = [request for request in self._open.values() if request.tenant not in names]
+        events: list[Event] = [self._revoke(request, now) for request in gone]
+        self.fairness.keep(names)
+        self.book.update(tenants, self._open.values(), now)
+        for request in list(self._open.values()):
+            tenant = self.book[request.tenant]
+            why = self._admission.never_fits(request, tenant) or self._admission.above_quota(request, tenant)
+            if why:
+                events.append(self._revoke(request, now, why))
+        return events
+
+    def _revoke(self, request: Request, now: float, why: str = "") -> Finished:
+        error = RevokedError()
+        return self._finish(request, "revoked", now, error.code, why or str(error))
 
     def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
         """Tell the end of every open request and touch nothing else: the rest of the state may be broken."""

@@ -40,7 +40,9 @@ def field_names(info: Type) -> list[str]:
 
 
 def is_secret(info: Type) -> bool:
-    """Whether the type is marked with `Meta(extra={"secret": True})`."""
+    """Whether the type, or one that it may be, is marked with `Meta(extra={"secret": True})`."""
+    if isinstance(info, inspect.UnionType):
+        return any(is_secret(kind) for kind in info.types)
     return isinstance(info, inspect.Metadata) and bool((info.extra or {}).get("secret"))
 
 

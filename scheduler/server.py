@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.text import Tokenizer
@@ -23,6 +25,7 @@ from mlxd.scheduler.frontend import Frontend
 from mlxd.scheduler.intake import Served
 from mlxd.scheduler.journal import JournalWriter, NoJournal
 from mlxd.scheduler.journal_file import JournalFile
+from mlxd.scheduler.reload import Reloader
 from mlxd.scheduler.watchdog import Watchdog, stacks
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ class Server:
     """One daemon; `serve` may be called once.
 
     Args:
+        path: the configuration's file, for `request_reload`; None where it has none.
         engine: made from the configuration by default.
         recorder: what `/metrics` shows; an engine passed in should have the same one.
         tokenizer: the model folder's own by default.
@@ -52,12 +56,14 @@ class Server:
         self,
         config: Config,
         *,
+        path: Path | None = None,
         engine: Engine | None = None,
         recorder: PrometheusRecorder | None = None,
         tokenizer: Tokenizer | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         self._config = config
+        self._path = path
         self._recorder = recorder or PrometheusRecorder(
             [tenant.name for tenant in config.tenants], version=version("mlxd")
         )
@@ -66,6 +72,8 @@ class Server:
         self._on_progress = on_progress
         self._drain_requests = 0
         self._watchdog = self._watch(NoJournal())
+        self._reloader: Reloader | None = None
+        self._reloads: set[asyncio.Task[None]] = set()
         self.left_engine_behind = False
 
     def _watch(self, journal: JournalWriter | NoJournal) -> Watchdog:
@@ -76,8 +84,22 @@ class Server:
         self._drain_requests += 1
         self._engine.drain()
 
+    def request_reload(self) -> None:
+        """Read the file anew, for its tenants; the log says how it went. To be called inside the loop."""
+        reload = asyncio.get_running_loop().create_task(self._reload_by_signal())
+        self._reloads.add(reload)
+        reload.add_done_callback(self._reloads.discard)
+
+    async def _reload_by_signal(self) -> None:
+        with suppress(ConfigError):  # it is in the log
+            await self._reload()
+
+    async def _reload(self) -> tuple[str, ...]:
+        assert self._reloader is not None, "nobody asks before it serves"
+        return await self._reloader.reload()
+
     async def serve(self, *, handle_signals: bool = True) -> int:
-        """Run until drained; SIGTERM and SIGINT drain.
+        """Run until drained; SIGTERM and SIGINT drain, SIGHUP reloads.
 
         Returns:
             The exit code: 0 after a drain, 1 where the engine failed, 3 where a thread hung or was dead.
@@ -95,7 +117,9 @@ class Server:
                 epoch=secrets.token_hex(8),
                 on_drain=self.request_drain,
                 journal=journal,
+                on_reload=self._reload,
             )
+            self._reloader = Reloader(self._config, self._path, self._engine, partial(self._apply, frontend))
             serving = asyncio.create_task(frontend.run())
             try:
                 self._engine.start(frontend.post, self._on_progress)
@@ -105,6 +129,12 @@ class Server:
         exit_code = exit_code if stopped else exit_code or EXIT_FAILED
         logger.info("ended exit_code=%d", exit_code)
         return exit_code
+
+    def _apply(self, frontend: Frontend, config: Config) -> None:
+        """Take the configuration's tenants."""
+        self._recorder.add_tenants([tenant.name for tenant in config.tenants])
+        self._engine.set_tenants(config.tenants)
+        frontend.update(config)
 
     async def _live(
         self,
@@ -163,6 +193,9 @@ class Server:
             self._config.server.control,
             metrics,
         )
+        curve = self._config.server.curve
+        if curve is not None:
+            logger.info("encrypted submit=%s control=%s", curve.submit, curve.control)
 
     async def _stop(self, frontend: Frontend, serving: asyncio.Task[None]) -> bool:
         """End what is open, the engine and the sockets. False: the engine hangs and was left behind."""
@@ -249,10 +282,11 @@ class Server:
 
     @contextmanager
     def _signals(self, handle: bool) -> Iterator[None]:
-        signals = (signal.SIGTERM, signal.SIGINT) if handle else ()
+        drain, reload = self.request_drain, self.request_reload
+        signals = {signal.SIGTERM: drain, signal.SIGINT: drain, signal.SIGHUP: reload} if handle else {}
         loop = asyncio.get_running_loop()
-        for number in signals:
-            loop.add_signal_handler(number, self.request_drain)
+        for number, call in signals.items():
+            loop.add_signal_handler(number, call)
         try:
             yield
         finally:

@@ -49,6 +49,8 @@ class Session:
         peer: the routing id that replies go to; empty until its first message.
         fd: libzmq's file descriptor of the connection.
         opened_at: when it was accepted.
+        key: the public key that its CURVE handshake proved, as Z85; empty where nothing encrypts.
+        proof: what showed its tenant: the key, or its token's hash.
         tenant: None until its hello was good.
         encoding: of its latest frame; replies use it too.
         gone: the connection is closed, or about to be; nothing is sent or read any more.
@@ -63,6 +65,8 @@ class Session:
     peer: bytes = b""
     fd: int = -1
     opened_at: float = 0.0
+    key: str = ""
+    proof: str = ""
     tenant: TenantConfig | None = None
     encoding: Encoding = "msgpack"
     gone: bool = False

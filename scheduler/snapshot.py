@@ -53,7 +53,8 @@ class SnapshotMaker:
     def _gauges(self) -> dict[str, TenantGauges]:
         book = self._scheduler.book
         if book.touched:
-            self._tenants = self._tenants | {name: book[name].gauges() for name in book.touched}
+            kept = self._tenants if len(book.touched) < len(book) else {}  # of all, some may be gone
+            self._tenants = kept | {name: book[name].gauges() for name in book.touched}
             book.touched.clear()
         return self._tenants
 

@@ -1,6 +1,6 @@
 """A tenant's queue and what its requests take of the machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlxd.metrics.stats import TenantGauges
@@ -9,7 +9,7 @@ from mlxd.scheduler.config import SchedulerConfig, TenantLimits
 from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.lane import TenantQueue
 from mlxd.scheduler.priority import Priority
-from mlxd.scheduler.quota import TokenBucket
+from mlxd.scheduler.quota import TokenBucket, rated
 from mlxd.scheduler.request import Request, RequestState
 from mlxd.scheduler.reserves import Reserves
 
@@ -50,17 +50,20 @@ class Tenant:
 
     @classmethod
     def of(cls, config: TenantLimits, reservable_bytes: float) -> "Tenant":
-        per_minute = config.tokens_per_minute
-        return cls(
-            config.name,
-            config.weight,
-            config.max_running,
-            config.max_waiting,
-            int(config.kv_share * reservable_bytes),
-            config.max_prefilling,
-            Priority.of(config.max_priority),
-            None if per_minute is None else TokenBucket.full(per_minute),
-        )
+        """`reservable_bytes`: what all rows may reserve together; its share is of it."""
+        tenant = cls(config.name, config.weight, config.max_running, config.max_waiting, max_kv_bytes=0)
+        tenant.update(config, reservable_bytes, 0.0)
+        return tenant
+
+    def update(self, config: TenantLimits, reservable_bytes: float, now: float) -> None:
+        """Take new settings; of a bucket nothing is held then."""
+        self.weight = config.weight
+        self.max_running = config.max_running
+        self.max_waiting = config.max_waiting
+        self.max_kv_bytes = int(config.kv_share * reservable_bytes)
+        self.max_prefilling = config.max_prefilling
+        self.max_priority = Priority.of(config.max_priority)
+        self.bucket = rated(self.bucket, config.tokens_per_minute, now)
 
     @property
     def head(self) -> Request:
@@ -105,14 +108,46 @@ class TenantBook:
     """
 
     def __init__(self, configs: Sequence[TenantLimits], scheduler: SchedulerConfig, space: KvSpace) -> None:
-        reservable_bytes = space.plan.kv_bytes * scheduler.overcommit
-        self._tenants = {c.name: Tenant.of(c, reservable_bytes) for c in configs}
+        """Nothing of `space` is promised yet."""
+        self._tenants: dict[str, Tenant] = {}
         self._space = space
+        self._reservable_bytes = space.plan.kv_bytes * scheduler.overcommit
+        self._promisable = space.room
         self._ageing = Ageing(scheduler.ageing_s)
-        self.reserves = Reserves({c.name: c.kv_reserve for c in configs}, space.room)
         self.waiting = [0] * len(Priority)
         self.queued: dict[str, Tenant] = {}
+        self.update(configs, (), 0.0)
+
+    def update(self, configs: Sequence[TenantLimits], requests: Iterable[Request], now: float) -> None:
+        """Take new settings; what a tenant holds and was served stays. One that is gone holds nothing.
+
+        Args:
+            requests: all that are open.
+        """
+        before, self._tenants = self._tenants, {}
+        for c in configs:
+            tenant = before.pop(c.name, None)
+            if tenant is None:
+                tenant = Tenant.of(c, self._reservable_bytes)
+            else:
+                tenant.update(c, self._reservable_bytes, now)
+            self._tenants[c.name] = tenant
+        assert not any(gone.queue or gone.num_running for gone in before.values()), "its requests have ended"
+        self.reserves = Reserves({c.name: c.kv_reserve for c in configs}, self._promisable)
+        for request in requests:
+            self._hold(request)
         self.touched = set(self._tenants)
+
+    def _hold(self, request: Request) -> None:
+        """Count anew what an open request holds: pages promised, tokens of the minute."""
+        bucket, has_row = self._tenants[request.tenant].bucket, request.row is not None
+        if has_row:
+            self.reserves.promise(request.tenant, request.worst_case)
+        if bucket is not None:
+            bucket.hold(request.quota if has_row else request.num_inflight)
+
+    def __len__(self) -> int:
+        return len(self._tenants)
 
     def __getitem__(self, name: str) -> Tenant:
         return self._tenants[name]

@@ -87,6 +87,8 @@ class FakeTransport:
                 self._arrivals.put_nowait(wire.Error(id=message.id, code="gone", message=text))
             case wire.Grant():
                 pass
+            case wire.Reload():
+                self._arrivals.put_nowait(wire.Reloaded(id=message.id, changes=()))
             case wire.Hello():
                 raise AssertionError("hello is the transport's own business")
 

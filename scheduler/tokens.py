@@ -20,6 +20,15 @@ def token_hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+def check_name(name: str) -> None:
+    """Raises ConfigError where `name` is no tenant name."""
+    try:
+        msgspec.convert(name, Name)
+    except msgspec.ValidationError:
+        allowed = describe(msgspec.inspect.type_info(Name))
+        raise ConfigError(f"the tenant's name is {name!r}; it must be {allowed}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class NewToken:
     """A tenant's secret, and the lines under `tenants:` that make the tenant known."""
@@ -34,25 +43,20 @@ def make_token(name: str) -> NewToken:
     Raises:
         ConfigError: `name` is no tenant name.
     """
-    try:
-        msgspec.convert(name, Name)
-    except msgspec.ValidationError:
-        raise ConfigError(
-            f"the tenant's name is {name!r}; it must be {describe(msgspec.inspect.type_info(Name))}"
-        ) from None
+    check_name(name)
     token = secrets.token_urlsafe(32)
     return NewToken(token, f'  - name: "{name}"\n    token_sha256: "{token_hash(token)}"')
 
 
-def write_token(path: Path, token: str) -> None:
-    """Make a file that its owner alone may read, for `--tenant-key`.
+def write_secret(path: Path, secret: str) -> None:
+    """Make a file of one line that its owner alone may read.
 
     Raises:
         ConfigError: there is such a file, or it cannot be made.
     """
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(f"{token}\n")
+            file.write(f"{secret}\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be made: {error.strerror}") from None
 
@@ -65,7 +69,9 @@ def read_token(token: str | None, path: Path | None) -> str:
     """
     if path is None:
         if not token:
-            raise ConfigError("no token: give --token, --tenant-key FILE or MLXD_TOKEN")
+            raise ConfigError(
+                "no token: give --token, --tenant-key FILE or MLXD_TOKEN; with CURVE --key and --server-key"
+            )
         return token
     try:
         with path.open("rb") as file:

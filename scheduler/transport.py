@@ -1,7 +1,9 @@
 """A client's connection to the daemon, behind a seam that tests can replace."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +12,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from mlxd.scheduler import messages as wire
+from mlxd.scheduler.addresses import seen_from
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
     ConfigError,
@@ -18,13 +21,23 @@ from mlxd.scheduler.errors import (
     ProtocolError,
     UnauthenticatedError,
 )
+from mlxd.scheduler.login import Login
 from mlxd.scheduler.protocol import decode_reply, encode
 
 RECONNECT_MS = 50
 MAX_RECONNECT_MS = 1_000
 TCP_HEARTBEAT_MS = 1_000
 HANDSHAKE_RETRY_S = 1.0
+MAX_FAILED_HANDSHAKES = 3
+"""Without a word. One may be a daemon that ends; more are a key, or none, that the daemon does not take."""
 LINGER_MS = 500
+
+_MONITORS = count()
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class Transport(Protocol):
@@ -65,7 +78,7 @@ class ZmqTransport:
 
     @classmethod
     async def connect(
-        cls, endpoint: str, *, token: str, timeout_s: float, wait_s: float = 0.0, client: str = ""
+        cls, endpoint: str, login: Login, *, timeout_s: float, wait_s: float = 0.0, client: str = ""
     ) -> "ZmqTransport":
         """Say hello on both sockets, trying again until `timeout_s` is over.
 
@@ -73,17 +86,18 @@ class ZmqTransport:
             wait_s: how long to wait for an ipc socket that is not there yet.
         Raises:
             ClientTimeoutError: nobody answered, or there is no such ipc socket.
-            UnauthenticatedError: the token is no tenant's.
-            ConfigError: the endpoint is not one.
+            UnauthenticatedError: the token or key is no tenant's, or the server's key is not this daemon's.
+            ConfigError: the endpoint is not one, or none for such a login.
             ProtocolError: the daemon refused for another reason; `code` says which.
         """
-        hello = encode(wire.Hello(v=wire.PROTOCOL_VERSION, token=token, client=client))
+        login.check_endpoint(endpoint)
+        hello = encode(wire.Hello(v=wire.PROTOCOL_VERSION, token=login.token, client=client))
         await _wait_for_socket(endpoint, wait_s)
         try:
             async with asyncio.timeout(timeout_s):
-                submit, welcome = await _join(endpoint, hello)
+                submit, welcome = await _join(endpoint, login, hello)
                 try:
-                    control, _ = await _join(welcome.control, hello)
+                    control, _ = await _join(seen_from(endpoint, welcome.control), login, hello)
                 except BaseException:
                     submit.close(linger=0)
                     raise
@@ -118,13 +132,9 @@ class ZmqTransport:
                 self._arrivals.put_nowait(message)
 
     async def _watch(self, socket: zmq.asyncio.Socket) -> None:
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
+        with _monitored(socket, zmq.EVENT_DISCONNECTED) as monitor:
             await recv_monitor_message(monitor)
             self._arrivals.put_nowait(ConnectionLostError("the daemon closed the connection"))
-        finally:
-            socket.disable_monitor()
-            monitor.close()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -148,15 +158,14 @@ async def _wait_for_socket(endpoint: str, wait_s: float) -> None:
         raise ClientTimeoutError(text) from None
 
 
-async def _join(endpoint: str, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.Welcome]:
+async def _join(endpoint: str, login: Login, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.Welcome]:
     """A connected socket on which hello was answered; a hello that got lost is said again."""
     patience_s = HANDSHAKE_RETRY_S
     while True:
-        socket = _dealer(endpoint)
+        socket = _dealer(login, heartbeats=endpoint.startswith("tcp://"))
         try:
             async with asyncio.timeout(patience_s):
-                await socket.send(hello)
-                welcome = _welcomed(decode_reply(await socket.recv()))
+                welcome = _welcomed(decode_reply(await _greet(socket, endpoint, hello)))
             return socket, welcome
         except TimeoutError:
             socket.close(linger=0)
@@ -164,6 +173,54 @@ async def _join(endpoint: str, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.W
         except BaseException:
             socket.close(linger=0)
             raise
+
+
+async def _greet(socket: zmq.asyncio.Socket, endpoint: str, hello: bytes) -> bytes:
+    """Connect, say hello and wait for the answer.
+
+    Raises:
+        ConfigError: the endpoint is not one.
+        UnauthenticatedError: the handshake fails, which is all that a wrong key is answered by.
+    """
+    with _monitored(socket, _HANDSHAKE_FAILED) as monitor:
+        refusal = asyncio.ensure_future(_refusal(monitor))
+        reply = asyncio.ensure_future(socket.recv())
+        try:
+            _connect(socket, endpoint)
+            await socket.send(hello)
+            await asyncio.wait((reply, refusal), return_when=asyncio.FIRST_COMPLETED)
+            if reply.done():
+                return reply.result()
+            text = f"the handshake with {endpoint} failed: no valid credential, or another daemon's key"
+            raise UnauthenticatedError(text)
+        finally:
+            reply.cancel()
+            refusal.cancel()
+
+
+@contextmanager
+def _monitored(socket: zmq.asyncio.Socket, events: int) -> Iterator[zmq.asyncio.Socket]:
+    """What libzmq tells of `socket`, one monitor at a time.
+
+    Each has an address of its own: that of an earlier one may still be taken for a moment after its end.
+    """
+    address = f"inproc://mlxd-monitor-{next(_MONITORS)}"
+    socket.monitor(address, events)
+    monitor = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    monitor.connect(address)
+    try:
+        yield monitor
+    finally:
+        socket.disable_monitor()
+        monitor.close(linger=0)
+
+
+async def _refusal(monitor: zmq.asyncio.Socket) -> None:
+    """Returns once the handshake failed for good, or too often."""
+    for _ in range(MAX_FAILED_HANDSHAKES):
+        failure = await recv_monitor_message(monitor)
+        if failure["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return  # ZeroMQ does not try again
 
 
 def _welcomed(reply: wire.ServerMessage) -> wire.Welcome:
@@ -176,16 +233,23 @@ def _welcomed(reply: wire.ServerMessage) -> wire.Welcome:
     raise ProtocolError("unsupported", f"hello was answered by {type(reply).__name__}")
 
 
-def _dealer(endpoint: str) -> zmq.asyncio.Socket:
+def _dealer(login: Login, *, heartbeats: bool) -> zmq.asyncio.Socket:
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
     socket.set(zmq.IPV6, 1)
-    if endpoint.startswith("tcp://"):
+    if heartbeats:
         socket.set(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+    if login.keys is not None:
+        socket.set(zmq.CURVE_SECRETKEY, login.keys.secret.encode())
+        socket.set(zmq.CURVE_PUBLICKEY, login.keys.public.encode())
+        socket.set(zmq.CURVE_SERVERKEY, login.server_key.encode())
+    return socket
+
+
+def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    """Raises ConfigError."""
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        socket.close(linger=0)
         raise ConfigError(f"endpoint {endpoint!r}: {error.strerror}") from None
-    return socket

@@ -181,7 +181,7 @@ def test_a_token_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MLXD_ENDPOINT", "ipc:///run/x.sock")
     monkeypatch.setattr(client_verbs, "drain", seen.append)
     assert cli.run(["drain"]) == cli.run(["drain", "--tenant-key", str(path)]) == 0
-    assert [access.token for access in seen] == ["from-the-environment", "from-the-file"]
+    assert [access.login.token for access in seen] == ["from-the-environment", "from-the-file"]
     assert {access.endpoint for access in seen} == {"ipc:///run/x.sock"}
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from daemon_process import process_config, write_config, write_tiny_model
 from msgspec import UNSET
+from wire_daemon import TENANTS, Daemon, config, runner, token
 from wire_daemon import daemon as wire_daemon
-from wire_daemon import token
 
 from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
@@ -231,6 +231,26 @@ def test_status_and_drain_say_what_the_daemon_said(daemon: Script, capsys: Captu
     out = capsys.readouterr().out
     assert "running" in out
     assert out.endswith("draining: open requests finish, new ones are turned away\n")
+
+
+def test_a_reload_tells_what_changed(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "daemon.yaml"
+    monkeypatch.setenv("MLXD_ENDPOINT", config(tmp_path).server.submit)
+    monkeypatch.setenv("MLXD_TOKEN", token("admin"))
+    write_config(tmp_path, config(tmp_path))
+    with Daemon(config(tmp_path), runner(), path=path) as running:
+        running.wait_ready()
+        assert cli.run(["reload"]) == 0
+        write_config(tmp_path, config(tmp_path, {"weight": 3.0}))
+        assert cli.run(["reload"]) == 0
+        assert capsys.readouterr().out == "nothing changed\n" + "".join(
+            f"{name}: weight 1.0 -> 3.0\n" for name in TENANTS
+        )
+        path.write_text("version: 2")
+        assert cli.run(["reload"]) == 2
+        assert capsys.readouterr().err.endswith(f"mlxd: {path}:1: version is 2; it must be 1\n")
 
 
 def test_the_verbs_reach_a_daemon_over_its_sockets(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 
 from mlxd.caches.budget import MIN_BYTES, check_budget, parse_budget
 from mlxd.scheduler.addresses import MAX_IPC_PATH_BYTES, check_socket_address, split_host_port
-from mlxd.scheduler.config import CacheConfig, Config, ServerConfig, TenantConfig
+from mlxd.scheduler.config import CacheConfig, Config, CurveConfig, ServerConfig, TenantConfig
 from mlxd.scheduler.document import MAX_BYTES, parse_document
 from mlxd.scheduler.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 HASH = "0" * 64
 OTHER_HASH = "1" * 64
+KEY, OTHER_KEY = "0" * 40, "1" * 40
 TENANTS = f'tenants:\n  - {{name: acme, token_sha256: "{HASH}"}}\n'
 MINIMAL = "version: 1\n" + TENANTS
 
@@ -174,7 +176,7 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
         (
             "server: {submit: 'tcp://0.0.0.0:7000'}",
             "x.yaml:4: server.submit is 'tcp://0.0.0.0:7000'; "
-            "CURVE is not available yet: it must be ipc:// or a loopback address",
+            "beyond loopback there are only the sockets of server.curve",
         ),
         (
             "server: {metrics: 'localhost'}",
@@ -243,10 +245,70 @@ def test_tenant_names_and_tokens_are_unique() -> None:
     assert same_token == "x.yaml:4: tenants[1].token_sha256 is that of tenants[0]; tokens must differ"
 
 
-def test_a_token_in_place_of_its_hash_is_not_repeated() -> None:
-    message = error_of("version: 1\ntenants: [{name: a, token_sha256: hunter2}]")
-    assert "token_sha256 has a wrong value" in message
+@pytest.mark.parametrize("value", ["hunter2", "[hunter2]"])
+def test_a_token_in_place_of_its_hash_is_not_repeated(value: str) -> None:
+    message = error_of(f"version: 1\ntenants: [{{name: a, token_sha256: {value}}}]")
+    assert re.search(r"token_sha256(\[0\])? has a wrong value", message)
     assert "hunter2" not in message
+
+
+def test_a_tenant_may_have_two_tokens_or_keys_while_one_is_replaced() -> None:
+    text = (
+        f"version: 1\ntenants: [{{name: a, token_sha256: ['{HASH}', '{OTHER_HASH}'], public_key: '{KEY}'}}]"
+    )
+    (tenant,) = Config.parse(text).tenants
+    assert (tenant.token_hashes, tenant.public_keys) == ((HASH, OTHER_HASH), (KEY,))
+
+
+@pytest.mark.parametrize(
+    ("credential", "sentence"),
+    [
+        ("token_sha256: []", "token_sha256 has a wrong value; it must be the quoted 64 hex digits that"),
+        (f"token_sha256: ['{HASH}', '{HASH}']", "token_sha256 is that of tenants[0]; tokens must differ"),
+        (
+            "public_key: short",
+            "public_key is 'short'; it must be the quoted 40 characters that `mlxd keys new`",
+        ),
+        (f"public_key: ['{KEY}', '{KEY}']", "public_key is that of tenants[0]; keys must differ"),
+        (f"public_key: '{'#' * 40}'", f"public_key is '{'#' * 40}'; it is no key: Z85 text of 32 bytes"),
+        (f"public_key: '{KEY}'", "token_sha256 is missing"),
+    ],
+)
+def test_credentials_that_are_none_are_named(credential: str, sentence: str) -> None:
+    if "token" not in credential and "missing" not in sentence:
+        credential += f", token_sha256: '{HASH}'"
+    text = f"version: 1\ntenants: [{{name: a, {credential}}}]"
+    assert f"tenants[0].{sentence}" in error_of(text)
+
+
+CURVE = "server: {curve: {secret_key_file: /k, submit: 'tcp://0.0.0.0:1', control: 'tcp://0.0.0.0:2'}}"
+
+
+def test_with_curve_a_tenant_has_a_key_or_a_token() -> None:
+    tenants = f"version: 1\ntenants: [{{name: a, public_key: '{KEY}'}}, {{name: b"
+    config = Config.parse(f"{tenants}, token_sha256: '{HASH}'}}]\n{CURVE}")
+    assert config.server.curve == CurveConfig(
+        secret_key_file="/k", submit="tcp://0.0.0.0:1", control="tcp://0.0.0.0:2"
+    )
+    message = error_of(f"{tenants}}}]\n{CURVE}")
+    assert message == "x.yaml:2: tenants[1].token_sha256 is missing, and public_key, too"
+    assert error_of(f"{tenants}}}]") == "x.yaml:2: tenants[0].token_sha256 is missing"
+
+
+@pytest.mark.parametrize(
+    ("submit", "sentence"),
+    [
+        ("ipc:///tmp/x", "server.curve.submit is 'ipc:///tmp/x'; it must be tcp://HOST:PORT"),
+        (
+            "tcp://0.0.0.0:2",
+            "server.curve.control is 'tcp://0.0.0.0:2'; it must differ from server.curve.submit",
+        ),
+        ("tcp://127.0.0.1:9464", "server.metrics is '127.0.0.1:9464'; server.curve.submit has that port"),
+    ],
+)
+def test_encrypted_sockets_are_tcp_and_have_addresses_of_their_own(submit: str, sentence: str) -> None:
+    curve = f"{{secret_key_file: /k, submit: '{submit}', control: 'tcp://0.0.0.0:2'}}"
+    assert error_of(with_section(f"server: {{curve: {curve}}}")) == f"x.yaml:4: {sentence}"
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", ".nan", "1e9", "'3'"])
@@ -413,9 +475,9 @@ def test_unix_sockets_and_loopback_are_accepted(address: str) -> None:
         ("tcp://127.0.0.1", "it must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:65536", "it must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:0", "its port must be from 1"),
-        ("tcp://10.0.0.1:7000", "CURVE is not available yet"),
-        ("tcp://example.com:7000", "CURVE is not available yet"),
-        ("tcp://[::]:7000", "CURVE is not available yet"),
+        ("tcp://10.0.0.1:7000", "beyond loopback there are only"),
+        ("tcp://example.com:7000", "beyond loopback there are only"),
+        ("tcp://[::]:7000", "beyond loopback there are only"),
     ],
 )
 def test_other_addresses_are_refused(address: str, reason: str) -> None:

@@ -56,6 +56,8 @@ def test_commands_shown_exist_with_their_options(path: Path) -> None:
             assert arguments[0] in make_targets()
         elif program == "mlxd":
             verb = COMMANDS[arguments[0]]
+            if arguments[0] == "keys":
+                verb = verb.commands[arguments[1]]
             known = {option for parameter in verb.params for option in parameter.opts}
             assert {word for word in arguments if word.startswith("--")} <= known
 
@@ -120,3 +122,13 @@ def test_the_trace_shown_is_valid(tmp_path: Path) -> None:
     [block] = code_blocks(ROOT / "docs/simulation.md", "yaml")
     (tmp_path / "trace.yaml").write_text(block)
     assert Trace.load_file(tmp_path / "trace.yaml").arrivals(tmp_path)
+
+
+def test_what_was_tried_names_tests_that_exist_and_all_of_test_security() -> None:
+    section = (ROOT / "docs/security.md").read_text().split("\n## What was tried\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(test_\w+)` \|$", section, re.MULTILINE))
+    sources = {
+        name: (ROOT / f"tests/{name}.py").read_text() for name in re.findall(r"/(test_\w+)\.py`", section)
+    }
+    found = {name: set(re.findall(r"^def (test_\w+)", text, re.MULTILINE)) for name, text in sources.items()}
+    assert found["test_security"] <= named <= set().union(*found.values())

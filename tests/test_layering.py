@@ -56,7 +56,14 @@ MLX_OWNERS = {
     "scheduler": set(),
 }
 OWNERS = {
-    "zmq": {"scheduler.connections", "scheduler.door", "scheduler.frontend", "scheduler.transport"},
+    "zmq": {
+        "scheduler.connections",
+        "scheduler.door",
+        "scheduler.doors",
+        "scheduler.keys",
+        "scheduler.transport",
+        "scheduler.zap",
+    },
     "yaml": {"scheduler.document"},
     "prometheus_client": {"metrics.exporter", "metrics.prometheus"},
     "time": {

@@ -95,9 +95,9 @@ def test_the_documented_series_budget_holds() -> None:
         return sum(len(metric.samples) for metric in exported(recorder))
 
     per_tenant = (num_series(60) - num_series(10)) / 50
-    assert per_tenant == 68 + 1, "68, and one rejection reason"
+    assert per_tenant == 69 + 1, "69, and one rejection reason"
     assert num_series(50) - 50 * per_tenant == pytest.approx(210, abs=30)
-    assert num_series(50) == pytest.approx(3650, abs=100)
+    assert num_series(50) == pytest.approx(3700, abs=100)
 
 
 def test_example_queries_dashboard_and_alerts_name_only_exported_series() -> None:

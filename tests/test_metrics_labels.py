@@ -42,6 +42,19 @@ def test_the_number_of_tenant_series_is_bounded() -> None:
     assert scraped.get("mlxd_requests_accepted_total", tenant="_other") == 1
 
 
+def test_a_tenant_that_comes_later_gets_a_label_while_there_is_room() -> None:
+    recorder = PrometheusRecorder([f"t{i}" for i in range(MAX_TENANT_LABELS - 1)], version="1")
+    recorder.add_tenants(["t0", "late", "too_late"])
+    for name in ("t1", "late", "too_late"):
+        recorder.accepted(name)
+    scraped = told(recorder)
+    labels = scraped.values_of("tenant", "mlxd_requests_total")
+    assert len(labels) == MAX_TENANT_LABELS + 1
+    assert {"t1", "late", "_other"} <= labels
+    for name in ("t1", "late", "_other"):
+        assert scraped.get("mlxd_requests_accepted_total", tenant=name) == 1
+
+
 def test_no_tenants_drops_the_label() -> None:
     recorder = PrometheusRecorder([], version="1")
     recorder.request(REQUEST)

@@ -59,6 +59,22 @@ def assert_ended_cleanly(daemon: DaemonProcess, exit_code: int = 0) -> None:
         assert not Path(address.removeprefix("ipc://")).exists()
 
 
+def test_a_hangup_reloads_the_file_and_ends_nothing(config: Config, tmp_path: Path) -> None:
+    with daemon_process(tmp_path, config) as daemon, daemon.client("acme") as client:
+        stream = client.stream("hi", greedy(400))
+        next(stream)
+        changed = [msgspec.structs.replace(tenant, weight=2.0) for tenant in config.tenants]
+        write_config(tmp_path, msgspec.structs.replace(config, tenants=changed))
+        daemon.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "reloaded acme: weight 1.0 -> 2.0" in daemon.log)
+        (tmp_path / "daemon.yaml").write_text("version: 2")
+        daemon.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "daemon.yaml:1: version is 2; it must be 1" in daemon.log)
+        assert [chunk.finish_reason for chunk in stream][-1] == "length"
+        daemon.terminate()
+        assert_ended_cleanly(daemon)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_open_requests_finish_and_turns_new_ones_away(
     config: Config, tmp_path: Path, number: signal.Signals

@@ -38,6 +38,7 @@ def refusal(frame: bytes, max_bytes: int = MAX_BYTES) -> ProtocolError:
         wire.Status(),
         wire.Ping(id="p"),
         wire.Drain(),
+        wire.Reload(id="r"),
     ],
     ids=kind_of,
 )

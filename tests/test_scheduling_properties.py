@@ -182,6 +182,22 @@ def test_the_same_trace_gives_the_same_schedule(seed: int) -> None:
     assert first[0] == second[0]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_reload_that_changes_nothing_changes_nothing(seed: int) -> None:
+    """Promises and held tokens are counted anew, with rows running, preempted and in flight."""
+    trace = random_trace(seed)
+    judge = Judge(trace)
+
+    def reload(simulation: Simulation, plan: StepPlan | None) -> None:
+        judge(simulation, plan)
+        assert not simulation.scheduler.set_tenants(trace.tenants, simulation.now)
+
+    simulation = Simulation(trace, trace.arrivals(HERE), reload)
+    simulation.run()
+    assert judge.plans == run(trace)[1].plans
+    assert all(tenant.bucket is None or tenant.bucket.held == 0 for tenant in simulation.scheduler.book)
+
+
 @pytest.mark.slow
 @all_blocks
 def test_ten_thousand_traces_hold(first: int) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -18,6 +19,7 @@ from wire_daemon import TENANTS, TERMINAL, Daemon, config, daemon, runner, token
 
 from mlxd.batching.fake_runner import fake_completion
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.text import Tokenizer
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import (
@@ -245,6 +247,28 @@ def test_while_the_model_loads_the_daemon_answers_and_admits_nobody(tmp_path: Pa
     assert served.exit_code == 0
 
 
+def test_the_daemon_is_starting_until_its_tokenizer_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = threading.Event()
+
+    def load(model: str) -> Tokenizer:
+        assert loading.wait(5.0)
+        return TOKENIZER
+
+    monkeypatch.setattr("mlxd.scheduler.server._load_tokenizer", load)
+    starting = Daemon(config(tmp_path), runner())
+    starting.server._tokenizer = None
+    with starting as served, served.client() as client:
+        wait_until(lambda: served.engine.snapshot.state == "running")
+        assert (client.ping(), client.status().state) == ("starting", "starting")
+        with pytest.raises(RejectedError, match="loading"):
+            client.generate("hi")
+        loading.set()
+        served.wait_ready()
+        assert client.status().state == "running"
+
+
 def test_a_drain_finishes_what_runs_and_admits_nothing(tmp_path: Path) -> None:
     with daemon(tmp_path, runner=runner(0.005)) as served, served.client("admin") as client:
         stream = client.stream("hi", SamplingParams(max_tokens=100))
@@ -370,8 +394,8 @@ def test_a_model_that_cannot_be_served_is_the_error_of_serve(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"submit": "tcp://0.0.0.0:5555"}, "CURVE is not available yet"),
-        ({"control": "tcp://192.168.1.1:5555"}, "CURVE is not available yet"),
+        ({"submit": "tcp://0.0.0.0:5555"}, "beyond loopback there are only"),
+        ({"control": "tcp://192.168.1.1:5555"}, "beyond loopback there are only"),
         ({"metrics": "127.0.0.1:99999"}, "metrics"),
         ({"control": "ipc:///nowhere/at/all"}, "/nowhere/at does not exist"),
     ],

@@ -1,5 +1,6 @@
 """Clients that vanish, do not read or flood: they lose their own requests, and others lose nothing."""
 
+import asyncio
 import itertools
 import os
 import signal
@@ -18,9 +19,12 @@ from wire_daemon import Daemon, Peer, daemon, runner, token, wait_until
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import frontend
 from mlxd.scheduler.door import MAX_STRANGERS
+from mlxd.scheduler.errors import ConnectionLostError
+from mlxd.scheduler.login import Login
 from mlxd.scheduler.messages import ClientMessage
 from mlxd.scheduler.protocol import decode
 from mlxd.scheduler.reading import LARGE_BYTES
+from mlxd.scheduler.transport import ZmqTransport
 
 VICTIM = """
 import sys
@@ -223,3 +227,21 @@ def try_ping(peer: Peer) -> object:
         return peer.receive(0.1)
     except AssertionError:
         return None
+
+
+async def receive_all(transport: ZmqTransport) -> None:
+    while True:
+        await transport.receive()
+
+
+def test_a_client_notices_that_its_daemon_ended(tmp_path: Path) -> None:
+    async def scenario(served: Daemon) -> None:
+        login = Login(token("acme"))
+        transport = await ZmqTransport.connect(served.config.server.submit, login, timeout_s=5.0)
+        served.server.request_drain()
+        with pytest.raises(ConnectionLostError, match="the daemon closed the connection"):
+            await asyncio.wait_for(receive_all(transport), 5.0)
+        await transport.close()
+
+    with daemon(tmp_path) as served:
+        asyncio.run(scenario(served))

@@ -249,7 +249,7 @@ def test_an_engine_that_is_left_behind_is_not_waited_for_by_python_either(
     class Left:
         left_engine_behind = True
 
-        def __init__(self, config: Config, on_progress: Progress) -> None:
+        def __init__(self, config: Config, path: Path, on_progress: Progress) -> None:
             pass
 
         async def serve(self) -> int:

@@ -101,6 +101,9 @@ class Peer:
         frame = self._socket.recv()
         return msgspec.json.decode(frame) if frame[:1] == b"{" else msgspec.msgpack.decode(frame)
 
+    def is_silent(self, for_s: float = 0.2) -> bool:
+        return not self._socket.poll(int(for_s * 1000))
+
     def ask(self, type: str, **fields: Any) -> dict[str, Any]:
         self.send(type, **fields)
         return self.receive()
@@ -122,7 +125,10 @@ class Peer:
 class Daemon:
     """Serves on a thread of its own between `__enter__` and `__exit__`, which drains it."""
 
-    def __init__(self, config: Config, runner: FakeRunner, text: Tokenizer | None = None) -> None:
+    def __init__(
+        self, config: Config, runner: FakeRunner, text: Tokenizer | None = None, path: Path | None = None
+    ) -> None:
+        """`path`: the configuration's file, if it has one."""
         self.config = config
         self.runner = runner
         self.recorder = PrometheusRecorder(TENANTS, version="test")
@@ -131,7 +137,7 @@ class Daemon:
         self.exit_code: int | None = None
         self.engine = Engine(config, runner_factory=self._load, recorder=self.recorder, seed=1)
         self.server = Server(
-            config, engine=self.engine, recorder=self.recorder, tokenizer=text or tokenizer()
+            config, path=path, engine=self.engine, recorder=self.recorder, tokenizer=text or tokenizer()
         )
         self._thread = threading.Thread(target=self._serve)
 

@@ -1,0 +1,84 @@
+"""Who a client is, from its hello until its credential is withdrawn."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+from mlxd.scheduler import messages as wire
+from mlxd.scheduler.bad_frames import BadFrames
+from mlxd.scheduler.config import TenantConfig
+from mlxd.scheduler.credentials import Credentials
+from mlxd.scheduler.door import Door
+from mlxd.scheduler.errors import ProtocolError, RevokedError, UnauthenticatedError
+from mlxd.scheduler.refusals import LAST_WORDS_S
+from mlxd.scheduler.session import Session
+
+FAREWELL_S = 5.0
+"""Most time that requests get to end, once their client's credential is withdrawn."""
+_POLL_S = 0.05
+
+
+class Reception:
+    """Runs on the asyncio thread.
+
+    `end_requests` begins to end those of a session with an outcome.
+    """
+
+    def __init__(
+        self,
+        tenants: Sequence[TenantConfig],
+        bad_frames: BadFrames,
+        end_requests: Callable[[Session, str], None],
+    ) -> None:
+        self._credentials = Credentials(tenants)
+        self._bad_frames = bad_frames
+        self._end_requests = end_requests
+        self._loop = asyncio.get_running_loop()
+
+    def may_enter(self, key: str) -> bool:
+        """Whether a client with this public key may connect."""
+        if self._credentials.knows_key(key):
+            return True
+        self._bad_frames.count("unauthenticated")
+        return False
+
+    def welcome(self, door: Door, session: Session, hello: wire.Hello) -> TenantConfig:
+        """Make it a client of `door`.
+
+        Raises:
+            UnauthenticatedError: it shows no tenant's credential.
+            ProtocolError: "forbidden" or "too_many_clients".
+        """
+        proof = self._credentials.proof_of(session.key, hello.token)
+        tenant = self._credentials.tenant_of(proof)
+        if tenant is None:
+            raise UnauthenticatedError
+        if session.tenant not in (None, tenant):
+            raise ProtocolError("forbidden", "this connection belongs to another tenant")
+        if hello.tenant not in ("", tenant.name):
+            raise ProtocolError("forbidden", "this credential belongs to another tenant", field="tenant")
+        door.admit(session, tenant, proof)
+        return tenant
+
+    def update(self, tenants: Sequence[TenantConfig], doors: Sequence[Door]) -> None:
+        """Take new tenants. Clients whose credential is none any more are told so and closed."""
+        self._credentials = Credentials(tenants)
+        for door in doors:
+            for session in tuple(door.clients):
+                tenant = self._credentials.holder_of(session.proof)
+                assert session.tenant is not None, "clients are somebody"
+                if tenant is not None and tenant.name == session.tenant.name:
+                    session.tenant = tenant
+                else:
+                    session.patience.deaf_until = math.inf
+                    self._end_requests(session, "revoked")
+                    self._see_off(door, session, self._loop.time() + FAREWELL_S)
+
+    def _see_off(self, door: Door, session: Session, deadline: float) -> None:
+        """Close it once its requests have ended, or at the deadline."""
+        if session.requests and self._loop.time() < deadline:
+            self._loop.call_later(_POLL_S, self._see_off, door, session, deadline)
+            return
+        error = RevokedError()
+        door.send(session, wire.Error(code=error.code, message=str(error)))
+        self._loop.call_later(LAST_WORDS_S, door.lose, session)
