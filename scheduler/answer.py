@@ -1,6 +1,7 @@
 """From a request's tokens to its client's text."""
 
 import logging
+from dataclasses import replace
 from typing import Literal
 
 from msgspec import UNSET
@@ -20,13 +21,10 @@ class Answer:
     where the detokenizer raised. The engine has to be told then; tokens that still come are dropped.
     """
 
-    def __init__(
-        self, request_id: str, prompt_tokens: int, text: TextStream, ending: frozenset[int], *, stream: bool
-    ) -> None:
+    def __init__(self, request_id: str, text: TextStream, ending: frozenset[int], *, stream: bool) -> None:
         """`ending`: token ids that end the request; they are in its ids and not in its text."""
         self.ended_by: Literal["", "stop", "failed"] = ""
         self._id = request_id
-        self._prompt_tokens = prompt_tokens
         self._text = text
         self._ending = ending
         self._stream = stream
@@ -50,7 +48,7 @@ class Answer:
         if self.ended_by == "failed":
             return [wire.Error(id=self._id, code="internal", message="the text of this request failed")]
         if self.ended_by == "stop":
-            return [self._done("stop", Usage(self._prompt_tokens, self._num_tokens))]
+            return [self._done("stop", replace(event.usage, completion_tokens=self._num_tokens))]
         match event.outcome:
             case "stop" | "length" as reason:
                 rest = self._push(None)

@@ -117,7 +117,7 @@ class Desk:
             eos = frozenset[int]() if sampling.ignore_eos else served.info.eos_token_ids
             ending = eos.union(sampling.stop_token_ids)
             text = tokenizer.stream(sampling.stop)
-            request.answer = Answer(message.id, len(ids), text, ending, stream=message.stream)
+            request.answer = Answer(message.id, text, ending, stream=message.stream)
             self._engine.submit(Submission(request.key, ids, sampling, request.arrived_at))
         except MlxdError as error:
             self._close(request)
