@@ -161,8 +161,9 @@ def _self_test(
         oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary))
     faults: list[str] = []
     last_resort = _LAST_RESORT if "gathered" in variants else ()
-    for names, num_rows in ((variants, len(ragged)), (last_resort, len(ragged)), (variants, 1)):
-        if num_rows == 1:
+    alone = variants if len(ragged) > 1 else ()
+    for names, num_rows in ((variants, len(ragged)), (last_resort, len(ragged)), (alone, 1)):
+        if num_rows < len(ragged):
             runner.describe(max_batch=1, batching=f"one row at a time: {'; '.join(faults)}")
             faults.clear()
         right = []

@@ -29,11 +29,11 @@ def write_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def load(folder: Path) -> MlxRunner:
+def load(folder: Path, *, max_rows: int = 4) -> MlxRunner:
     return load_runner(
         model_path=str(folder),
         max_model_len=128,
-        max_rows=4,
+        max_rows=max_rows,
         prefill_ms=50.0,
         prefill_chunk=32,
         budget="16MiB",
@@ -87,6 +87,12 @@ def test_a_model_that_is_right_only_alone_is_served_one_row_at_a_time_and_says_w
     assert info.max_batch == 1
     assert info.notes["batching"].startswith("one row at a time: in_place: ValueError: ")
     assert "Only length-1 arrays can be converted to Python scalars" in info.notes["batching"]
+
+
+def test_nothing_is_said_of_batching_where_only_one_row_is_wanted(tmp_path: Path) -> None:
+    info = load(write_model(tmp_path, "llama"), max_rows=1).info
+    assert info.max_batch == 1
+    assert "batching" not in info.notes
 
 
 @pytest.mark.parametrize(
