@@ -6,6 +6,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from stat import S_ISREG
 from threading import Lock
 
 _SECRET_BYTES = 32
@@ -125,9 +126,11 @@ class DiskStore:
     def _scan(self) -> OrderedDict[bytes, int]:
         found: list[tuple[int, bytes, int]] = []
         for path in self._pages.iterdir():
+            status = path.lstat()
+            if not S_ISREG(status.st_mode):
+                continue
             key = _key_of(path)
             if key is not None:
-                status = path.stat()
                 found.append((status.st_mtime_ns, key, status.st_size))
             elif path.suffix == _TEMPORARY:
                 path.unlink()

@@ -96,9 +96,12 @@ def test_files_of_others_are_left_alone_and_not_counted(tmp_path: Path) -> None:
     pages.mkdir()
     (pages / "notes.txt").write_bytes(b"mine")
     (pages / "zz.safetensors").write_bytes(b"mine")
+    (pages / f"{'ab' * 32}.safetensors").mkdir()
+    (pages / f"{'cd' * 32}.safetensors").symlink_to("nowhere")
+    (pages / "folder.tmp").mkdir()
     store = DiskStore(tmp_path, 1000)
     assert (len(store), store.used_bytes) == (0, 0)
-    assert len(files(tmp_path)) == 2
+    assert len(list(pages.iterdir())) == 5
     store.close()
 
 
