@@ -61,11 +61,16 @@ class DiskStore:
         return key in self._sizes
 
     def read(self, key: bytes) -> bytes | None:
-        """A file's bytes; None where there is none, or it cannot be read: then it is gone."""
-        if key not in self:
+        """A file's bytes, and one more where it grew since; None where there is none.
+
+        One that cannot be read is gone.
+        """
+        size = self._sizes.get(key)
+        if size is None:
             return None
         try:
-            return self._path(key).read_bytes()
+            with self._path(key).open("rb") as file:
+                return file.read(size + 1)
         except OSError:
             self.remove(key)
             return None

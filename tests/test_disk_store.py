@@ -117,6 +117,14 @@ def test_a_file_that_somebody_removed_is_absent_and_no_longer_counted(tmp_path: 
     store.close()
 
 
+def test_of_a_file_that_somebody_made_endless_no_more_is_read_than_shows_it(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 1000)
+    store.write(b"k" * 32, [b"abc"])
+    os.truncate(files(tmp_path)[0], 2**40)
+    assert store.read(b"k" * 32) == b"abc\0"
+    store.close()
+
+
 def test_one_process_at_a_time_stores_in_a_folder(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 1000)
     with pytest.raises(FolderInUseError, match="in use by another process"):
