@@ -144,7 +144,7 @@ def lines_of(runs: Sequence[Run]) -> list[Line]:
 
 def print_table(lines: Sequence[Line]) -> None:
     print(
-        "\n| policy | tenant | requests | rejected | service | first token, s, p50 / p99 | gap, ms, p50 / p99 |"
+        "\n| policy | tenant | requests | rejected | service | first token p50 / p99, s | gap p50 / p99, ms |"
         "\n|---|---|---|---|---|---|---|"
     )
     for line in lines:

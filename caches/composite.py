@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from mlxd.caches.contract import RowCache, join_names, signature_of
+from mlxd.caches.contract import RowCache, check_claims, join_names, signature_of
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -52,8 +52,9 @@ class Composite:
         """In the model's order, those of one entry joined by "+": "ssm+kv:paged:64*4,kv:paged:64".
 
         Raises:
-            SignatureError: a member cannot say what it is.
+            SignatureError: a member cannot say what it is, or two of different kinds say the same.
         """
+        check_claims(self._members)
         pairs = zip(self._paths, self._members, strict=True)
         entries = groupby(pairs, key=lambda pair: pair[0][0])
         return join_names(["+".join(signature_of(member) for _, member in entry) for _, entry in entries])

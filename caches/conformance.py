@@ -32,15 +32,6 @@ def _assert_as_alone(subject: Subject, rows: Rows) -> None:
         np.testing.assert_allclose(output, alone(subject, row, positions[row]), rtol=1e-5, atol=1e-6)
 
 
-def _goes_back(rows: Rows, keep: int) -> bool:
-    """Undo the open round of a single row; False where that is refused."""
-    try:
-        rows.cache.spec_round_rollback([keep])
-    except ValueError:
-        return False
-    return True
-
-
 class CacheConformance:
     """The contract (contract.RowCache), a rule a test."""
 
@@ -192,7 +183,6 @@ class CacheConformance:
     def test_a_round_keeps_what_each_row_accepted_to_the_bit(self, keep: Sequence[int]) -> None:
         rows = self.round_of(3, 7, 1)
         rows.cache.spec_round_rollback(keep)
-        rows.holds_pages = False
         assert rows.cache.row_offsets == (8 + keep[0], 2 + keep[1])
         rows.adopt_offsets()
         twin = self.rows_at(8 + keep[0], 2 + keep[1])
@@ -205,33 +195,26 @@ class CacheConformance:
         """Rows one past these offsets, and then a round of `appends`, left open."""
         rows = self.rows_at(*offsets)
         rows.append()
-        rows.holds_pages = True
         rows.cache.spec_round_begin()
         for _ in range(appends):
             rows.append()
         return rows
 
-    def test_a_round_whose_pages_were_handed_back_is_not_undone_unseen(self) -> None:
-        """A row may go back as far as it still computes what it does alone; further is refused."""
+    def test_pages_handed_back_in_a_round_come_back(self) -> None:
+        """As far as a row goes back, and no page is lost or kept beyond that."""
         for keep in range(7):
-            rows = self.rows_at(9)
-            rows.append()
-            rows.cache.spec_round_begin()
-            for _ in range(6):
-                rows.append()
-            if _goes_back(rows, keep):
-                rows.adopt_offsets()
-                _assert_as_alone(self.subject, rows)
-            else:
-                assert keep < 6
-                assert rows.cache.row_offsets == (16,)
+            rows = self.round_of(6, 9)
+            rows.cache.spec_round_rollback((keep,))
+            rows.adopt_offsets()
+            _assert_as_alone(self.subject, rows)
+            rows.leave(0)
+            assert all(pool.num_held == 0 for pool in rows.pools)
 
     def test_a_round_that_was_accepted_cannot_be_undone(self) -> None:
         rows = self.round_of(2, 2, 1)
         rows.cache.spec_round_commit()
         with pytest.raises(ValueError, match="round"):
             rows.cache.spec_round_rollback((0, 0))
-        rows.holds_pages = False
         _assert_as_alone(self.subject, rows)
 
     @pytest.mark.parametrize("keep", [(3, 0), (0, -1)])

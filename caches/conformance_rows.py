@@ -98,8 +98,6 @@ class Rows:
         self.cache = subject.make(self.groups[0], num_pages)
         self.tables: dict[int, tuple[PageTable, ...]] = {}
         self.offsets: dict[int, int] = {}
-        self.holds_pages = False
-        """Set while a speculative round is open: what it undoes must still be there."""
 
     def join(self, row: int, length: int = 0) -> None:
         """Row number `row`, which decides its marks, with `length` positions prefilled in chunks."""
@@ -190,8 +188,7 @@ class Rows:
 
     def _make_room(self, row: int, start: int, end: int) -> None:
         for table in self.tables[row]:
-            if not self.holds_pages:
-                table.release_before(start)
+            table.release_before(start)
             table.grow(end)
         self._fill()
 

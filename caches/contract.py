@@ -330,6 +330,18 @@ def signature_of(cache: object) -> str:
     return value
 
 
+def check_claims(caches: Sequence[object]) -> None:
+    """Raises SignatureError where caches of two classes give one signature: it could not tell them apart."""
+    claimed: dict[str, type] = {}
+    for cache in caches:
+        signature = signature_of(cache)
+        first = claimed.setdefault(signature, type(cache))
+        if first is not type(cache):
+            raise SignatureError(
+                f"{first.__name__} and {type(cache).__name__} both claim signature {signature!r}"
+            )
+
+
 def join_signatures(caches: Sequence[object]) -> str:
     """Identity of a whole model's state, in layer order, runs shortened: "kv:paged:64*30"."""
     return join_names([signature_of(cache) for cache in caches])

@@ -224,21 +224,35 @@ class DelayedRows(RowOffsets):
     def spec_round_begin(self) -> None:
         """Rows that reach their boundary in the round are packed when it is resolved."""
         self._round = self._offsets
+        for table in self._tables_of_both:
+            table.hold()
 
     def spec_round_commit(self) -> None:
-        before, self._round = self._round, None
-        if before is not None:
-            self._pack_reached(before)
+        if self._round is not None:
+            self._end_round(self._round, self._offsets)
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
         """As `PagedRows.spec_round_rollback`."""
         kept = offsets_kept(self._round, self._offsets, keep)
-        for table, offset in zip(self.group.tables, kept, strict=True):
-            serving = table if offset < self.boundary else table.successor
-            assert serving is not None
-            check_window(serving, offset)
-        self._offsets = kept
-        self.spec_round_commit()
+        assert self._round is not None
+        self._end_round(self._round, kept)
+
+    def _end_round(self, before: Sequence[int], offsets: tuple[int, ...]) -> None:
+        for table, packed, offset in zip(self.group.tables, self._successors, offsets, strict=True):
+            table.let_go(min(offset, self.boundary - 1))  # a row that is packed now is packed from there
+            packed.let_go(offset)
+        for table, offset in zip(self.group.tables, offsets, strict=True):
+            check_window(self._held(table, offset)[1], offset)
+        self._offsets, self._round = offsets, None
+        self._pack_reached(before)
+
+    @property
+    def _successors(self) -> list[PageTable]:
+        return [table.successor for table in self.group.tables if table.successor is not None]
+
+    @property
+    def _tables_of_both(self) -> list[PageTable]:
+        return [*self.group.tables, *self._successors]
 
     def capture_donor_rows(self) -> KvDonorRows:
         """A dense copy; later appends, leaves and disposal do not reach it."""

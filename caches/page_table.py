@@ -14,16 +14,20 @@ class PageTable:
         [0, first_page)                      given back (a sliding window moved past them)
         [first_page, first_page + len(pages))  held
 
+    In a speculative round (`hold` to `let_go`) pages that are given back stay the row's own, so that they can
+    come back.
+
     Attributes:
         successor: the row's table in the group that takes it over, where one does.
     """
 
-    __slots__ = ("_pool", "first_page", "pages", "spec", "successor", "version")
+    __slots__ = ("_aside", "_pool", "first_page", "pages", "spec", "successor", "version")
 
     def __init__(self, spec: GroupSpec, pool: PagePool, successor: "PageTable | None" = None) -> None:
         self.spec = spec
         self.successor = successor
         self._pool = pool
+        self._aside: list[int] | None = None
         self.pages: list[int] = []
         self.first_page = 0
         self.version = 0
@@ -91,14 +95,37 @@ class PageTable:
         """Give back the pages that no query at `position` or later reads."""
         drop = min(self.spec.first_live_page(position) - self.first_page, len(self.pages))
         if drop > 0:
-            self._pool.release(self.pages[:drop])
+            if self._aside is None:
+                self._pool.release(self.pages[:drop])
+            else:
+                self._aside += self.pages[:drop]
             del self.pages[:drop]
             self.first_page += drop
             self.version += 1
 
+    def hold(self) -> None:
+        """Until `let_go`, keep what `release_before` gives back at hand: no promise covers these pages."""
+        if self._aside is None:
+            self._aside = []
+
+    def let_go(self, position: int) -> None:
+        """End `hold`, if it is on: pages that a query at `position` reads come back, the others go."""
+        aside, self._aside = self._aside, None
+        if not aside:
+            return
+        first = max(self.spec.first_live_page(position), self.first_page - len(aside))
+        gone = len(aside) - max(0, self.first_page - first)
+        self._pool.release(aside[:gone])
+        back = aside[gone:]
+        if back:
+            self.pages[:0] = back
+            self.first_page -= len(back)
+            self.version += 1
+
     def clear(self) -> None:
         """Give every page back and start at position 0 again."""
-        self._pool.release(self.pages)
+        self._pool.release([*(self._aside or ()), *self.pages])
+        self._aside = None
         self.pages = []
         self.first_page = 0
         self.version += 1

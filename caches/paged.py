@@ -222,22 +222,30 @@ class PagedRows(RowOffsets):
         self._offsets = tuple(max(0, offset - num_tokens) for offset in self._offsets)
 
     def spec_round_begin(self) -> None:
+        """Pages that its rows hand back in the round can come back."""
         self._round = self._offsets
+        for table in self.group.tables:
+            table.hold()
 
     def spec_round_commit(self) -> None:
-        self._round = None
+        if self._round is not None:
+            self._end_round(self._offsets)
 
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
-        """Whoever drives a round hands no page back until it is resolved.
+        """Positions only; pages that the rows' windows reach into come back.
 
         Raises:
             ValueError: no round is open, a row would keep more than it appended, or its window would reach
-                into pages that were handed back all the same.
+                into pages that were handed back before it was in the round.
         """
-        kept = offsets_kept(self._round, self._offsets, keep)
-        for table, offset in zip(self.group.tables, kept, strict=True):
+        self._end_round(offsets_kept(self._round, self._offsets, keep))
+
+    def _end_round(self, offsets: tuple[int, ...]) -> None:
+        for table, offset in zip(self.group.tables, offsets, strict=True):
+            table.let_go(offset)
+        for table, offset in zip(self.group.tables, offsets, strict=True):
             check_window(table, offset)
-        self._offsets = kept
+        self._offsets = offsets
         self._round = None
 
     def capture_donor_rows(self) -> KvDonorRows:

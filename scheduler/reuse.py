@@ -12,6 +12,8 @@ from mlxd.scheduler.request import Request
 
 _MOST_SAVED = 8
 """Pages exported at once, between two steps."""
+_MOST_STEPS = 64
+"""Steps that fewer pages wait for more, so that a killed daemon loses little."""
 _IDLE_WAIT_S = 0.05
 
 Export = Callable[[Sequence[tuple[int, int]]], list[bytes]]
@@ -24,6 +26,7 @@ class PrefixReuse:
         """`disk`: prefixes that are not in memory are looked for there."""
         self.prefix = prefix
         self._disk = disk
+        self._num_waited = 0
 
     def enter(self, request: Request, row: Row, token_s: float) -> None:
         """Have an entering row begin with what is known of its tokens, but for the last one.
@@ -98,8 +101,12 @@ class PrefixReuse:
             is_idle: there is nothing better to do than to wait for the disk, for a moment.
         """
         prefix, disk = self.prefix, self._disk
-        if disk is None or prefix.num_new < (1 if is_idle else _MOST_SAVED):
+        if disk is None or not prefix.num_new:
             return False
+        self._num_waited += 1
+        if prefix.num_new < _MOST_SAVED and self._num_waited < _MOST_STEPS and not is_idle:
+            return False
+        self._num_waited = 0
         if disk.is_off:
             prefix.take_new(prefix.num_new)
             return False

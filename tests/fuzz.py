@@ -96,15 +96,8 @@ def _ask(client: Client) -> list[tuple[int, ...]]:
 def _sender(daemon: DaemonProcess, num_frames: int, seed: int) -> Iterator[Iterator[int]]:
     """Yields how many frames are handled, each time that is asked, and last all of them."""
     at = daemon.config.server
-    command = [
-        sys.executable,
-        fuzz_frames.__file__,
-        at.submit,
-        at.control,
-        "beta",
-        str(num_frames),
-        str(seed),
-    ]
+    what = (at.submit, at.control, "beta", str(num_frames), str(seed))
+    command = (sys.executable, fuzz_frames.__file__, *what)
     log = daemon.log_path.with_name("sender.log")
     with log.open("wb") as out, subprocess.Popen(command, stdout=out) as process:
         try:

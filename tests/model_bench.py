@@ -30,9 +30,12 @@ number by a whole code, yet rows that are not packed at all must stand out.
 _STEPS = 3
 _MAX_ROWS = 4
 _WATCHED = SamplingParams(temperature=0.0, top_logprobs=20)
-PROMPTS = [[(11 * (i + 1) * (j + 3)) % VOCAB for j in range(n)] for i, n in enumerate((38, CHUNK - 1, 1, CHUNK + 2))]
+PROMPTS = [
+    [(11 * (i + 1) * (j + 3)) % VOCAB for j in range(n)] for i, n in enumerate((38, CHUNK - 1, 1, CHUNK + 2))
+]
 """Several pages, windows and chunks, and an answer that fills a page; one that reaches a chunk's end, where
-rows may be packed, while it decodes; a single token, which needs no prefill.
+rows may be packed, while it decodes; a single token, which needs no prefill; one whose
+last chunk is a single token.
 """
 _NEXT_TURN = [5, 3, 2, 1, 4]
 

@@ -53,6 +53,18 @@ def test_a_runner_of_a_kind_without_a_signature_is_never_made() -> None:
         MlxRunner(rig.model, [mute, *rest], rig.memory, rig.runner.info)
 
 
+class Impostor(PagedRows):
+    """A kind of its own under the signature of another."""
+
+
+def test_a_signature_that_two_kinds_claim_is_refused_before_any_row_runs() -> None:
+    rig = make_rig("llama")
+    first, *rest = inspect_layers(rig.model)
+    impostor = replace(first, kind=replace(first.kind, make=Impostor))
+    with pytest.raises(SignatureError, match="Impostor and PagedRows both claim signature 'kv:paged"):
+        MlxRunner(rig.model, [impostor, *rest], rig.memory, rig.runner.info)
+
+
 def test_a_models_identity_is_that_of_its_layers_in_order() -> None:
     parts = [Named("a"), Named("a"), Named("b"), Named("a")]
     assert join_signatures(parts) == "a*2,b,a"

@@ -137,7 +137,7 @@ class NeedsItsBeginning(RecurrentRows):
         (paged(LendsThePool), "test_what_it_lends_outlives_appends_pages_and_the_cache", ((8, 4),)),
         (
             paged(GoesBackBlindly, WINDOW),
-            "test_a_round_whose_pages_were_handed_back_is_not_undone_unseen",
+            "test_pages_handed_back_in_a_round_come_back",
             (),
         ),
         (

@@ -128,7 +128,6 @@ def test_a_chunk_across_the_boundary_is_refused() -> None:
 def test_a_round_ends_at_the_boundary_and_its_rows_are_packed_when_it_is_resolved() -> None:
     for keep, floor in ((2, BOUNDARY), (1, 0)):
         rows, cache = rows_at(BOUNDARY - 2)
-        rows.holds_pages = True
         cache.spec_round_begin()
         rows.append()
         rows.append()
@@ -138,7 +137,6 @@ def test_a_round_ends_at_the_boundary_and_its_rows_are_packed_when_it_is_resolve
         cache.spec_round_rollback([keep])
         assert bool(np.array(cache.packed.planes[0][1:]).any()) == (keep == 2)
         assert cache.minimum_reusable_offset == floor
-        rows.holds_pages = False
         rows.adopt_offsets()
         twin, _ = rows_at(BOUNDARY - 2 + keep)
         for _ in range(4):

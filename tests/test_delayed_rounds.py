@@ -28,7 +28,6 @@ def round_of(window: int | None) -> tuple[Rows, DelayedRows]:
     """A round of `APPENDS`, left open."""
     rows, cache = rows_at([offset - 1 for offset in BEFORE], window)
     rows.append()
-    rows.holds_pages = True
     cache.spec_round_begin()
     for _ in range(APPENDS):
         rows.append()
@@ -47,7 +46,6 @@ def test_each_row_keeps_what_it_accepted_and_is_packed_where_it_then_is(
     kept = tuple(before + count for before, count in zip(BEFORE, keep, strict=True))
     assert cache.row_offsets == kept
     assert cache.row_floors == tuple(BOUNDARY if offset >= BOUNDARY else 0 for offset in kept)
-    rows.holds_pages = False
     rows.adopt_offsets()
     twin, _ = rows_at(kept, window)
     for _ in range(5):
@@ -62,7 +60,6 @@ def test_an_accepted_round_packs_the_rows_that_reached_their_boundary(window: in
     assert cache.max_append_tokens() == 1
     cache.spec_round_commit()
     assert cache.row_floors == (BOUNDARY, BOUNDARY, 0, 0)
-    rows.holds_pages = False
     twin, _ = rows_at([before + APPENDS for before in BEFORE], window)
     for _ in range(5):
         found, expected = rows.append(), twin.append()
