@@ -187,8 +187,11 @@ def _self_test(
         oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary))
     faults: list[str] = []
     alone = tuple(name for names in trials for name in names if name not in _LAST_RESORT)
-    for names, num_rows in (*((names, len(ragged)) for names in trials), (alone, 1)):
-        if num_rows == 1:
+    rounds = [(names, len(ragged)) for names in trials]
+    if len(ragged) > 1:
+        rounds.append((alone, 1))
+    for names, num_rows in rounds:
+        if num_rows < len(ragged):
             runner.describe(max_batch=1, batching=f"one row at a time: {'; '.join(faults)}")
             faults.clear()
         right = []

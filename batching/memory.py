@@ -15,6 +15,11 @@ from mlxd.caches.sizing import MemoryPlan, plan_memory
 PAGE_SIZES = {"cpu": 64, "gpu": 64}
 """Chosen by benchmarks/attention.py; docs/performance.md has the figures."""
 
+TRIAL_STEPS = 3
+"""Tokens that each row of the self-test draws."""
+_STATE_ONLY = 16
+"""Stands for a page where a model keeps none."""
+
 
 def device_name() -> str:
     """ "cpu" or "gpu": what MLX computes on by default."""
@@ -76,8 +81,8 @@ def plan_for(
         chunk: prefill chunk in tokens, whole pages.
         checkpoints: share of the budget for boundaries of rows.
     Raises:
-        SettingError: the budget is out of range or holds no page of each group, or the chunk is not whole
-            pages; or no row is ever packed that should be.
+        SettingError: the budget is out of range, or has no room for the self-test's rows; or the chunk is not
+            whole pages; or no row is ever packed that should be.
     """
     if chunk % page_size:
         sentence = f"is {chunk}; it must be a multiple of cache.page_size, {page_size} here"
@@ -106,8 +111,23 @@ def plan_for(
         )
     except ValueError as error:
         raise SettingError(("cache", "budget"), f"is {budget!r}: {error}") from error
-    shortest = boundary + page_size
-    if boundary and any(g.num_promised < g.spec.pages_for(shortest, chunk) + 2 for g in memory.groups):
-        sentence = f"is {budget!r}: it holds no row of {shortest} positions that is packed at {boundary}"
+    lengths = [length + TRIAL_STEPS for length in trial_lengths(memory)]
+    if any(g.num_promised < sum(g.spec.pages_for(n, chunk) for n in lengths) for g in memory.groups):
+        rows = ", ".join(map(str, lengths))
+        sentence = f"is {budget!r}: it has no room for the self-test, whose rows have {rows} positions"
         raise SettingError(("cache", "budget"), sentence)
     return memory
+
+
+def trial_lengths(memory: MemoryPlan) -> tuple[int, ...]:
+    """Prompt lengths of the self-test: three unequal ones, or as many as there may be rows.
+
+    One crosses pages, a window where there is a short one, and the boundary where rows are packed on their
+    way; one has half a page; one a single token, which needs no prefill.
+    """
+    size = next((g.spec.page_size for g in memory.groups if not g.spec.state_bytes), _STATE_ONLY)
+    windows = [g.spec.window for g in memory.groups if g.spec.window is not None]
+    longest = min(memory.max_model_len - TRIAL_STEPS - 1, 3 * size, *(w + size // 2 for w in windows))
+    if memory.boundary:
+        longest = memory.boundary + size // 2
+    return (max(2, longest), max(1, size // 2 + 1), 1)[: memory.max_rows]

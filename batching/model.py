@@ -1,5 +1,6 @@
 """[M] From a name in the configuration to a model in memory, ready for the device it will run on."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def resolve(name: str, progress: Progress) -> Path:
     """
     if name in BUILTIN:
         return pull(name, progress)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # that of pathlib raises for "~nobody"
     if folder.is_dir():
         return folder
     if not _HUB_NAME.fullmatch(name):

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxd.batching.driver import Driver
+from mlxd.batching.memory import TRIAL_STEPS, trial_lengths
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.plan import RowResult
 from mlxd.batching.sampling_params import SamplingParams
@@ -14,10 +15,7 @@ from mlxd.caches.kinds import native_caches, round_caches, rounded_caches
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
-_STEPS = 3
-_STATE_ONLY = 16
-"""Stands for a page where a model keeps none."""
-_WATCH = SamplingParams(temperature=0.0, top_logprobs=20, max_tokens=_STEPS)
+_WATCH = SamplingParams(temperature=0.0, top_logprobs=20, max_tokens=TRIAL_STEPS)
 _EXACT = 2e-3
 _TF32 = 0.05
 _HALF = 0.35
@@ -42,19 +40,10 @@ def _tell_nobody() -> None:
 
 
 def prompts(memory: MemoryPlan, vocab_size: int) -> list[list[int]]:
-    """Three prompts of unequal length, or as many as there may be rows.
-
-    One crosses pages, a window where there is a short one, and the boundary where rows are packed on their
-    way; one has half a page; one a single token, which needs no prefill.
-    """
-    size = next((g.spec.page_size for g in memory.groups if not g.spec.state_bytes), _STATE_ONLY)
-    windows = [g.spec.window for g in memory.groups if g.spec.window is not None]
-    longest = min(memory.max_model_len - _STEPS - 1, 3 * size, *(w + size // 2 for w in windows))
-    if memory.boundary:
-        longest = memory.boundary + size // 2
-    lengths = (max(2, longest), max(1, size // 2 + 1), 1)
-    return [[(7919 * (i + 1) * (j + 3)) % vocab_size for j in range(n)] for i, n in enumerate(lengths)][
-        : memory.max_rows
+    """Prompts of the lengths that `trial_lengths` gives."""
+    return [
+        [(7919 * (i + 1) * (j + 3)) % vocab_size for j in range(n)]
+        for i, n in enumerate(trial_lengths(memory))
     ]
 
 
@@ -80,7 +69,7 @@ def fault_in(
     try:
         driver.prefill()
         steps = []
-        for _ in range(_STEPS):
+        for _ in range(TRIAL_STEPS):
             still_here()
             steps.append(driver.decode())
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -122,7 +111,7 @@ def oracle_logprobs(
     known, found, position = list(prompt[:-1]), [], 0
     pieces = [piece for piece in (known[:boundary], known[boundary:]) if piece]
     token = prompt[-1]
-    for piece in (*pieces, *([None] * _STEPS)):
+    for piece in (*pieces, *([None] * TRIAL_STEPS)):
         tokens = [token] if piece is None else piece
         logits = model(mx.array([tokens]), cache=caches)[0, -1].astype(mx.float32)
         mx.eval([cache.state for cache in caches])

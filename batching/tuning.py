@@ -144,7 +144,7 @@ def typical_widths(memory: MemoryPlan, num_rows: int) -> tuple[int, ...]:
     """Page-table widths to time a step of `num_rows` with: as long as rows get, and as all of them can."""
     limits = [group.spec.pages_for(memory.max_model_len, memory.chunk) for group in memory.groups]
     growing = [group.num_pages // num_rows for group in memory.groups if not group.spec.is_bounded]
-    pages = max(1, min(int(_LONGEST_CONTEXT * max(limits)), *growing))
+    pages = max(1, min([int(_LONGEST_CONTEXT * max(limits)), *growing]))
     return _widths(memory, limits, pages)
 
 

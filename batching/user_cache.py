@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mlxd.batching.errors import ModelError
 from mlxd.batching.waiting import wait_for
 
 
 def user_cache_folder() -> Path:
-    """`$MLXD_CACHE`, else the platform's place for caches. It need not exist yet."""
+    """`$MLXD_CACHE`, else the platform's place for caches. It need not exist yet.
+
+    Raises ModelError: `$MLXD_CACHE` is in the home of nobody.
+    """
     if folder := os.environ.get("MLXD_CACHE"):
-        return Path(folder).expanduser()
+        try:
+            return Path(folder).expanduser()
+        except RuntimeError as error:
+            raise ModelError(f"MLXD_CACHE is {folder!r}; there is no such home folder") from error
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlxd"
     if folder := os.environ.get("XDG_CACHE_HOME"):

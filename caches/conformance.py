@@ -13,9 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxd.caches.conformance_rows import NUM_PAGES, Rows, Subject, alone
+from mlxd.caches.conformance_rows import NUM_PAGES, Rows, Subject, alone, attention_over
 from mlxd.caches.contract import (
-    KvDonorRows,
     donor_attention_of,
     has_spec_round,
     is_compiled_decode,
@@ -31,19 +30,6 @@ def _assert_as_alone(subject: Subject, rows: Rows) -> None:
     positions = dict(rows.offsets)
     for row, output in rows.append().items():
         np.testing.assert_allclose(output, alone(subject, row, positions[row]), rtol=1e-5, atol=1e-6)
-
-
-def _attention_over(lent: KvDonorRows, queries: mx.array, scale: float) -> list[mx.array]:
-    """Of each row, [1, n_heads, L, value_dim], over its live columns."""
-    return [
-        mx.fast.scaled_dot_product_attention(
-            queries[row : row + 1],
-            lent.keys[row : row + 1, :, start:end],
-            lent.values[row : row + 1, :, start:end],
-            scale=scale,
-        )
-        for row, (start, end) in enumerate(zip(lent.starts, lent.ends, strict=True))
-    ]
 
 
 class CacheConformance:
@@ -134,6 +120,15 @@ class CacheConformance:
             rows.leave(row)
         for pool in rows.pools:
             pool.check_integrity()
+
+    @pytest.mark.parametrize("num_pages", [1, 2, 3])
+    def test_a_row_goes_on_from_what_the_prefix_cache_kept_of_it(self, num_pages: int) -> None:
+        """By a chunk, then by steps; it never sees the row's beginning."""
+        rows = self.rows_at(num_pages * self.subject.page_size, 2)
+        assert rows.begin_again(0) == num_pages
+        rows.prefill(0, 3)
+        for _ in range(6):
+            _assert_as_alone(self.subject, rows)
 
     def test_idle_rows_write_only_the_scratch_page(self) -> None:
         rows = self.rows_at(5)
@@ -261,7 +256,7 @@ class CacheConformance:
         _, heads, _, dim = lent.keys.shape
         queries = mx.sin(7.3 * mx.arange(2 * 2 * heads * 3 * dim).reshape(2, 2 * heads, 3, dim))
         before = np.array(donor.attend(queries, 0.3))
-        for row, expected in enumerate(_attention_over(lent, queries, 0.3)):
+        for row, expected in enumerate(attention_over(lent, queries, 0.3)):
             np.testing.assert_allclose(before[row : row + 1], np.array(expected), rtol=1e-5, atol=1e-5)
         for _ in range(12):
             rows.append()

@@ -9,15 +9,18 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxd.caches.contract import RowCache
+from mlxd.caches.contract import KvDonorRows, RowCache
 from mlxd.caches.packed import Packed
+from mlxd.caches.page_io import PageArrays
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import PageTable, page_tables
 from mlxd.caches.paged_view import PagedView, PrefillView
+from mlxd.caches.prefix import PrefixCache
 from mlxd.caches.row_group import RowGroup, row_groups
 from mlxd.caches.sizing import GroupPlan, GroupSpec
 
 NUM_PAGES = 16
+_STATE_STRIDE = 4
 Array = npt.NDArray[np.float32]
 
 
@@ -43,6 +46,11 @@ class Subject:
     @property
     def specs(self) -> tuple[GroupSpec, ...]:
         return (self.spec,) if self.successor is None else (self.spec, self.successor)
+
+    @property
+    def page_size(self) -> int:
+        """Positions between two places where a row may begin on what another computed."""
+        return _STATE_STRIDE if self.spec.state_bytes else self.spec.page_size
 
 
 class CopiedPages:
@@ -123,6 +131,34 @@ class Rows:
             table.clear()
         del self.offsets[row]
 
+    def prefill(self, row: int, num_tokens: int) -> None:
+        """A chunk more of this row."""
+        self._prefill(row, self.offsets[row], self.offsets[row] + num_tokens)
+
+    def begin_again(self, row: int) -> int:
+        """Let a row of whole pages leave and come back on what the prefix cache kept; how many pages."""
+        size = self.subject.page_size
+        prefix = PrefixCache(self.subject.specs, self.pools, size, "", b"")
+        chain, tables, offset = prefix.chain(""), self.tables[row], self.offsets[row]
+        chain.extend(offset // size, size, lambda start, end: range(start, end))
+        prefix.leave(chain, tables, offset // size, offset)
+        self.leave(row)
+        self.tables[row] = page_tables(self.subject.specs, self.pools)
+        num_pages = prefix.take(chain, self.tables[row], offset // size)
+        self._fill()
+        self.offsets[row] = num_pages * size
+        return num_pages
+
+    def _fill(self) -> None:
+        """What the pools want before the next step: pages copied, others zeroed."""
+        for pool, storage in zip(self.pools, self.cache.storages, strict=True):
+            dirty, origins = pool.take_scrub(), pool.take_origins()
+            pairs = {page: origin for page, origin in origins.items() if isinstance(origin, int)}
+            if pairs:
+                PageArrays([storage]).copy(list(pairs.values()), list(pairs))
+            if dirty:
+                storage.scrub(mx.array(dirty, dtype=mx.int32))
+
     def append(self, rows: Sequence[int] | None = None, *, compiled: bool = False) -> dict[int, Array]:
         """One step over these rows, all by default; what each of them computed."""
         rows = list(self.offsets) if rows is None else rows
@@ -155,11 +191,10 @@ class Rows:
         self.offsets = dict(zip(self.offsets, self.cache.row_offsets, strict=True))
 
     def _make_room(self, row: int, start: int, end: int) -> None:
-        for table, pool, storage in zip(self.tables[row], self.pools, self.cache.storages, strict=True):
+        for table in self.tables[row]:
             table.release_before(start)
             table.grow(end)
-            if dirty := pool.take_scrub():
-                storage.scrub(mx.array(dirty, dtype=mx.int32))
+        self._fill()
 
     def step(
         self, marks: mx.array, positions: Sequence[int] | None = None, *, compiled: bool = False
@@ -201,3 +236,16 @@ def alone(subject: Subject, row: int, position: int) -> Array:
     for _ in range(position):
         rows.append()
     return rows.append()[row]
+
+
+def attention_over(lent: KvDonorRows, queries: mx.array, scale: float) -> list[mx.array]:
+    """Of each row, [1, n_heads, L, value_dim], over its live columns."""
+    return [
+        mx.fast.scaled_dot_product_attention(
+            queries[row : row + 1],
+            lent.keys[row : row + 1, :, start:end],
+            lent.values[row : row + 1, :, start:end],
+            scale=scale,
+        )
+        for row, (start, end) in enumerate(zip(lent.starts, lent.ends, strict=True))
+    ]

@@ -6,6 +6,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from stat import S_ISREG
 from threading import Lock
 
 _SECRET_BYTES = 32
@@ -60,11 +61,16 @@ class DiskStore:
         return key in self._sizes
 
     def read(self, key: bytes) -> bytes | None:
-        """A file's bytes; None where there is none, or it cannot be read: then it is gone."""
-        if key not in self:
+        """A file's bytes, and one more where it grew since; None where there is none.
+
+        One that cannot be read is gone.
+        """
+        size = self._sizes.get(key)
+        if size is None:
             return None
         try:
-            return self._path(key).read_bytes()
+            with self._path(key).open("rb") as file:
+                return file.read(size + 1)
         except OSError:
             self.remove(key)
             return None
@@ -125,9 +131,11 @@ class DiskStore:
     def _scan(self) -> OrderedDict[bytes, int]:
         found: list[tuple[int, bytes, int]] = []
         for path in self._pages.iterdir():
+            status = path.lstat()
+            if not S_ISREG(status.st_mode):
+                continue
             key = _key_of(path)
             if key is not None:
-                status = path.stat()
                 found.append((status.st_mtime_ns, key, status.st_size))
             elif path.suffix == _TEMPORARY:
                 path.unlink()

@@ -186,7 +186,7 @@ class DiskTier:
                 self._turn_off(error)
                 continue
             self._save_s += self._clock() - begun
-            self._finish(name.file, is_stored)
+            self._finish(page, is_stored)
 
     def _next(self) -> tuple[PageName, bytes] | None:
         """The page that waits longest; it stays in the queue. None: there is none and none will come."""
@@ -194,11 +194,13 @@ class DiskTier:
             self._queue_changed.wait_for(lambda: bool(self._queue) or self._is_closing)
             return next(iter(self._queue.values()), None)
 
-    def _finish(self, file: bytes, is_stored: bool) -> None:
+    def _finish(self, page: tuple[PageName, bytes], is_stored: bool) -> None:
+        file = page[0].file
         with self._queue_changed:
-            if self._queue.pop(file, None) is None:
-                self._store.remove(file)  # by then it was not to be found again
+            if self._queue.get(file) is not page:
+                self._store.remove(file)  # dropped since; a new one of that name may wait
             else:
+                del self._queue[file]
                 self._pages["saved" if is_stored else "dropped"] += 1
             self._queue_changed.notify_all()
 

@@ -1,11 +1,12 @@
 """From a request's tokens to its client's text."""
 
 import logging
+from dataclasses import replace
 from typing import Literal
 
 from mlxd.batching.text import TextStream
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.events import Finished, Tokens, Usage
+from mlxd.scheduler.events import Finished, Tokens
 from mlxd.scheduler.transcript import Transcript
 
 logger = logging.getLogger(__name__)
@@ -19,18 +20,12 @@ class Answer:
     """
 
     def __init__(
-        self,
-        transcript: Transcript,
-        request_id: str,
-        prompt_tokens: int,
-        text: TextStream,
-        ending: frozenset[int],
+        self, transcript: Transcript, request_id: str, text: TextStream, ending: frozenset[int]
     ) -> None:
         """`ending`: token ids that end the request; they are in its ids and not in its text."""
         self.ended_by: Literal["", "stop", "failed"] = ""
         self._transcript = transcript
         self._id = request_id
-        self._prompt_tokens = prompt_tokens
         self._text = text
         self._ending = ending
 
@@ -54,7 +49,7 @@ class Answer:
         if self.ended_by == "failed":
             return wire.Error(id=self._id, code="internal", message="the text of this request failed")
         if self.ended_by == "stop":
-            usage = Usage(self._prompt_tokens, self._transcript.num_tokens)
+            usage = replace(event.usage, completion_tokens=self._transcript.num_tokens)
             return wire.Done(id=self._id, finish_reason="stop", usage=usage)
         match event.outcome:
             case "stop" | "length" as reason:

@@ -293,6 +293,10 @@ def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
     if not cache.prefix:
         yield ("cache", "disk"), "is set; it keeps what cache.prefix, which is false, would find"
     try:
+        Path(cache.disk.path).expanduser()
+    except RuntimeError:
+        yield ("cache", "disk", "path"), f"is {cache.disk.path!r}; there is no such home folder"
+    try:
         parse_size(cache.disk.max_bytes)
     except ValueError as error:
         yield ("cache", "disk", "max_bytes"), str(error)

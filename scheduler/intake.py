@@ -52,7 +52,7 @@ class Intake:
         eos = frozenset[int]() if sampling.ignore_eos else served.info.eos_token_ids
         ending = eos.union(sampling.stop_token_ids)
         text = tokenizer.stream(sampling.stop)
-        stream.answer = Answer(stream.transcript, message.id, len(ids), text, ending)
+        stream.answer = Answer(stream.transcript, message.id, text, ending)
         deadline_ms = message.deadline_ms
         return Submission(
             key=stream.key,

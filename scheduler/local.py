@@ -4,7 +4,7 @@ import itertools
 import queue
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mlxd.batching.plan import TokenLogprobs
@@ -14,7 +14,7 @@ from mlxd.batching.text import Tokenizer
 from mlxd.batching.text_stream import TextStream
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.errors import EngineFailedError, MlxdError, RejectedError, RequestFailedError
-from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens, Usage
+from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.results import Completion
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class _Answer:
             text=self.text,
             token_ids=tuple(self.token_ids),
             finish_reason="stop" if self.is_stopped else event.outcome,
-            usage=Usage(event.usage.prompt_tokens, len(self.token_ids)),
+            usage=replace(event.usage, completion_tokens=len(self.token_ids)),
             logprobs=tuple(self.logprobs),
         )
 

@@ -18,6 +18,7 @@ from mlxd.batching.gguf import _quantization as quantization_of
 from mlxd.batching.gguf import build_tokenizer, convert
 from mlxd.batching.model import load_model
 from mlxd.batching.text import Tokenizer
+from mlxd.batching.user_cache import user_cache_folder
 
 NAME = "tiny"
 WORDS = ["<|eos|>", "<|user|>", *"abcdefgh0123", "Ġ", "ab", "Ġab"]
@@ -293,3 +294,9 @@ def test_the_real_model_answers_and_its_tokenizer_agrees_with_transformers() -> 
     )
     assert answer + stream.finish() == "The capital of France is Paris."
     assert loaded.eos_token_ids == {2}
+
+
+def test_a_cache_folder_in_the_home_of_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXD_CACHE", "~nobody-here/cache")
+    with pytest.raises(ModelError, match="MLXD_CACHE is '~nobody-here/cache'; there is no such home folder"):
+        user_cache_folder()

@@ -155,6 +155,10 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
             "x.yaml:4: cache.disk.max_bytes is 0.5; "
             'it must be bytes from 1 MiB on (1073741824, "8GiB", "512MiB")',
         ),
+        (
+            "cache: {disk: {path: ~nobody-here/d, max_bytes: 1GiB}}",
+            "x.yaml:4: cache.disk.path is '~nobody-here/d'; there is no such home folder",
+        ),
         ("cache: {disk: {path: /d}}", "x.yaml:4: cache.disk.max_bytes is missing"),
         ("cache: {disk: /d}", "x.yaml:4: cache.disk is '/d'; it must be a map or null"),
         (

@@ -116,6 +116,19 @@ class SharesItsSlots(RecurrentRows):
         return super().prefill(view)
 
 
+class NeedsItsBeginning(RecurrentRows):
+    """A row that it has not seen begin starts from nothing."""
+
+    def prefill(self, view: PrefillView) -> RecurrentPrefill:
+        begun = self.__dict__.setdefault("begun", set[int]())
+        slot = int(view.pages[0])
+        if not view.start:
+            begun.add(slot)
+        elif slot not in begun:
+            view.start = 0
+        return super().prefill(view)
+
+
 @pytest.mark.parametrize(
     ("subject", "rule", "arguments"),
     [
@@ -134,6 +147,11 @@ class SharesItsSlots(RecurrentRows):
         ),
         (paged(Renamed), "test_its_identity_is_a_name_that_never_changes", ()),
         (recurrent(ForgetsToRestore), "test_a_round_keeps_what_each_row_accepted_to_the_bit", ((1, 2),)),
+        (
+            recurrent(NeedsItsBeginning),
+            "test_a_row_goes_on_from_what_the_prefix_cache_kept_of_it",
+            (2,),
+        ),
         (recurrent(SharesItsSlots), "test_a_prompt_in_chunks_is_as_good_as_one_decoded", ()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

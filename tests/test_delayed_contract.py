@@ -304,7 +304,7 @@ def test_the_self_test_finds_a_model_that_packed_numbers_do_not_reach() -> None:
         (
             500,
             560,
-            "cache.budget is 1048576: it holds no row of 516 positions that is packed at 512",
+            "cache.budget is 1048576: it has no room for the self-test, whose rows have 517, 6, 4 positions",
         ),
     ],
 )
@@ -324,6 +324,24 @@ def test_a_start_that_no_row_reaches_is_refused(start: int, max_model_len: int, 
             checkpoints=0.0,
         )
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("page_size", [PAGE, CHUNK])
+@pytest.mark.parametrize("max_rows", [1, 2])
+def test_few_rows_may_be_packed_on_their_way(max_rows: int, page_size: int) -> None:
+    layers = packed_layers(inspect_layers(make_rig("llama/64").model), FOUR_BITS)
+    memory = plan_for(
+        layers,
+        weights_bytes=0,
+        free_bytes=2**30,
+        budget=2**24,
+        page_size=page_size,
+        max_rows=max_rows,
+        max_model_len=128,
+        chunk=CHUNK,
+        checkpoints=0.0,
+    )
+    assert memory.boundary == 2 * CHUNK
 
 
 def test_the_daemon_answers_as_mlx_lm_rounded_from_the_boundary_does(tmp_path: Path) -> None:

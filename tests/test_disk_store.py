@@ -96,9 +96,12 @@ def test_files_of_others_are_left_alone_and_not_counted(tmp_path: Path) -> None:
     pages.mkdir()
     (pages / "notes.txt").write_bytes(b"mine")
     (pages / "zz.safetensors").write_bytes(b"mine")
+    (pages / f"{'ab' * 32}.safetensors").mkdir()
+    (pages / f"{'cd' * 32}.safetensors").symlink_to("nowhere")
+    (pages / "folder.tmp").mkdir()
     store = DiskStore(tmp_path, 1000)
     assert (len(store), store.used_bytes) == (0, 0)
-    assert len(files(tmp_path)) == 2
+    assert len(list(pages.iterdir())) == 5
     store.close()
 
 
@@ -111,6 +114,14 @@ def test_a_file_that_somebody_removed_is_absent_and_no_longer_counted(tmp_path: 
     assert store.read(key(1)) is None
     store.touch(key(2))
     assert (len(store), store.used_bytes) == (0, 0)
+    store.close()
+
+
+def test_of_a_file_that_somebody_made_endless_no_more_is_read_than_shows_it(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 1000)
+    store.write(b"k" * 32, [b"abc"])
+    os.truncate(files(tmp_path)[0], 2**40)
+    assert store.read(b"k" * 32) == b"abc\0"
     store.close()
 
 

@@ -372,3 +372,34 @@ def test_random_arrivals_cancels_evictions_damage_and_restarts_never_give_a_wron
         for path in rng.sample(machine.files, min(3, len(machine.files))):
             rng.choice([truncate, flip, older])(path, path)
     assert found > 0
+
+
+def test_a_page_that_is_saved_again_while_its_bad_self_is_written_is_the_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A faulty row's page is on its way to the disk, is dropped, and comes again from a row that is right."""
+    codec = PageCodec(FakeRunner(fake_memory(page_size=PAGE)).page_formats, b"")
+    store = DiskStore(tmp_path, 10**6)
+    writing, go_on = threading.Event(), threading.Event()
+
+    def write_slowly(path: Path, parts: Sequence[bytes]) -> None:
+        if path.suffix == ".tmp":
+            writing.set()
+            go_on.wait()
+        write(path, parts)
+
+    write = disk_store._write_synced
+    monkeypatch.setattr(disk_store, "_write_synced", write_slowly)
+    tier = DiskTier(store, codec, clock=lambda: 0.0, step_s=NEVER_S)
+    name = PageName(b"k" * 32, b"p" * 32, 0)
+    size = codec.formats[0].page_bytes
+    tier.save(name, bytes(size))
+    writing.wait()
+    tier.remove([name.key])
+    tier.save(name, b"\1" * size)
+    go_on.set()
+    tier.close()
+    data = store.read(name.file)
+    assert data is not None
+    assert codec.decode(name, data) == b"\1" * size
+    assert tier.stats.pages["saved"] == 1

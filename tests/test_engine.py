@@ -384,6 +384,12 @@ def test_generate_completes_token_prompts_in_order_beyond_the_queue_limit() -> N
     assert completions[0].usage.completion_tokens == 5
 
 
+def test_generate_tells_how_much_of_a_prompt_was_cached() -> None:
+    with Engine(make_config(), runner_factory=fake_factory) as engine:
+        usages = [engine.generate([range(40)], SamplingParams(max_tokens=5))[0].usage for _ in range(2)]
+    assert [usage.cached_tokens for usage in usages] == [0, 32]
+
+
 def test_generate_ends_a_text_before_its_stop_string(tmp_path: Path) -> None:
     tokenizer = text_tokenizers.byte_level()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

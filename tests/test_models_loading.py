@@ -9,11 +9,14 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from text_tokenizers import byte_level
+from tiny_models import WIDE, make_rig
 from tiny_zoo import zoo_config, zoo_model
 
-from mlxd.batching.errors import ModelError
+from mlxd.batching.errors import ModelError, SettingError
 from mlxd.batching.load import load_runner
+from mlxd.batching.memory import plan_for
 from mlxd.batching.mlx_runner import MlxRunner
+from mlxd.caches.kinds import inspect_layers
 
 
 def write_model(folder: Path, name: str) -> Path:
@@ -26,11 +29,11 @@ def write_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def load(folder: Path) -> MlxRunner:
+def load(folder: Path, *, max_rows: int = 4) -> MlxRunner:
     return load_runner(
         model_path=str(folder),
         max_model_len=128,
-        max_rows=4,
+        max_rows=max_rows,
         prefill_ms=50.0,
         prefill_chunk=32,
         budget="16MiB",
@@ -52,6 +55,7 @@ def load(folder: Path) -> MlxRunner:
         ("deepseek_v32", "kv:paged:16+kv:paged:16*4", "gathered"),
         ("qwen3_next", "ssm,kv:paged:16,ssm,kv:paged:16", None),
         ("gemma3n", "kv:paged-rotating:8:16,kv:paged:16", None),
+        ("mamba2", "ssm*4", None),
     ],
 )
 def test_models_of_every_way_to_keep_state_are_batched(
@@ -63,6 +67,18 @@ def test_models_of_every_way_to_keep_state_are_batched(
     assert attention is None or info.notes["attention"] == attention
 
 
+@pytest.mark.parametrize(("max_rows", "budget"), [(1, 2**22), (4, 6 * 2**20)])
+def test_a_budget_without_room_for_the_self_test_is_refused(max_rows: int, budget: int) -> None:
+    """Pages of 1 MiB: rows of 4, 1 and 1 of them, or the first alone."""
+    rows = "195, 36, 4" if max_rows > 1 else "195"
+    layers = inspect_layers(make_rig(WIDE).model)
+    sizes = {"max_rows": max_rows, "max_model_len": 256, "chunk": 64, "checkpoints": 0.0}
+    room = {"weights_bytes": 0, "free_bytes": 2**30, "page_size": 64}
+    plan_for(layers, budget=budget, **sizes, **room)
+    with pytest.raises(SettingError, match=f"no room for the self-test, whose rows have {rows} positions"):
+        plan_for(layers, budget=budget - 2**20, **sizes, **room)
+
+
 def test_a_model_that_is_right_only_alone_is_served_one_row_at_a_time_and_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,6 +87,12 @@ def test_a_model_that_is_right_only_alone_is_served_one_row_at_a_time_and_says_w
     assert info.max_batch == 1
     assert info.notes["batching"].startswith("one row at a time: in_place: ValueError: ")
     assert "Only length-1 arrays can be converted to Python scalars" in info.notes["batching"]
+
+
+def test_nothing_is_said_of_batching_where_only_one_row_is_wanted(tmp_path: Path) -> None:
+    info = load(write_model(tmp_path, "llama"), max_rows=1).info
+    assert info.max_batch == 1
+    assert "batching" not in info.notes
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ REFUSED = [
     ),
     ("server.control", "ipc://{folder}/none/c", 2, r"ipc://\S*: the folder {folder}/none does not exist"),
     ("server.metrics", "{taken}", 2, r"server.metrics: .* '{taken}': Address already in use"),
+    ("model.path", "~nobody-here/m", 2, r"{file}:1: model.path is '~nobody-here/m', which is no folder, .*"),
     ("model.path", "{folder}/none", 2, r"{file}:1: model.path is '{folder}/none', which is no folder, .*"),
     ("model.path", "{folder}/damaged", 2, r"{file}:1: model.path is '{folder}/damaged': .* is damaged: .*"),
     ("model.max_model_len", 8193, 2, r"{file}:1: model.max_model_len is 8193; the context of \S+ is 8192"),

@@ -93,6 +93,17 @@ def test_a_stop_string_ends_text_and_engine_with_one_terminal(tmp_path: Path, st
     assert ids == expected[: len(ids)]
 
 
+def test_the_end_at_a_stop_string_tells_how_much_of_the_prompt_was_cached(tmp_path: Path) -> None:
+    prompt = "hello " * 20
+    with daemon(tmp_path) as served, served.client() as client:
+        whole = client.generate(prompt, SamplingParams(max_tokens=40, seed=3))
+        stop = next(letter for letter in whole.text if letter.isascii())
+        cut = client.generate(prompt, SamplingParams(max_tokens=40, seed=3, stop=(stop,)))
+    assert cut.finish_reason == "stop"
+    assert cut.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert cut.usage.cached_tokens > 0
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_the_token_that_ends_it_is_in_the_ids_and_not_in_the_text(tmp_path: Path, ignore_eos: bool) -> None:
     expected = expected_ids("hello", 3, 40)

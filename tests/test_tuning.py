@@ -2,11 +2,13 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon_process import process_config, write_tiny_model
 
 from mlxd.batching import tuning
+from mlxd.batching.fake_runner import fake_memory
 from mlxd.batching.runner import ignore_progress
 from mlxd.caches.sizing import GroupSpec, plan_memory
 from mlxd.scheduler.config import DecodeConfig
@@ -52,6 +54,18 @@ def test_rows_are_timed_as_long_as_all_of_them_can_be(pages: int, rows: int, wid
         (spec,), budget_bytes=pages * 16, weights_bytes=0, max_rows=32, max_model_len=1024, chunk=64
     )
     assert tuning.typical_widths(memory, rows) == (tuning.width_bucket(width),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "widths"),
+    [
+        ({"window": 24}, (2,)),
+        ({"has_state": True}, (1,)),
+        ({"window": 24, "has_state": True}, (2, 1)),
+    ],
+)
+def test_rows_that_do_not_grow_are_timed_all_the_same(kind: dict[str, Any], widths: tuple[int, ...]) -> None:
+    assert tuning.typical_widths(fake_memory(has_full=False, chunk=16, **kind), 4) == widths
 
 
 def test_steps_of_the_start_are_not_counted_as_service(tmp_path: Path) -> None:
