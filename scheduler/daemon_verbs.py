@@ -15,7 +15,8 @@ from mlxd.batching.errors import SettingError
 from mlxd.batching.runner import Progress
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.fit import check_shares
+from mlxd.scheduler.disk import look_at_disk
+from mlxd.scheduler.fit import check_fit
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.progress import ProgressBars
 from mlxd.scheduler.tables import plan_tables, show
@@ -46,9 +47,10 @@ def check(path: Path) -> None:
     blas = ensure_blas()
     with _located_in(path), ProgressBars() as bars:
         plan = _memory_plan(config, bars)
-        check_shares(config, plan)
+        check_fit(config, plan)
+        disk = look_at_disk(config)
     print(f"{path}: ok")
-    show(plan_tables(config, config.model.path, _describe(blas), plan))
+    show(plan_tables(config, config.model.path, _describe(blas), plan, disk))
 
 
 def pull(model: str) -> None:

@@ -17,7 +17,7 @@ from mlxd.batching.fake_runner import fake_memory
 from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
-from mlxd.scheduler.messages import StatusReply, TenantStatus
+from mlxd.scheduler.messages import DiskStatus, StatusReply, TenantStatus
 from mlxd.scheduler.progress import ProgressBars
 from mlxd.scheduler.tables import (
     plan_tables,
@@ -75,6 +75,14 @@ def test_what_was_chosen_at_start_shows_in_details_alone() -> None:
     texts = [shown(status_tables(status, details=details)) for details in (True, False)]
     assert ["attention" in text for text in texts] == [True, False]
     assert all("up             1:02:03" in text and "7 generated" in text for text in texts)
+
+
+def test_the_disk_shows_where_there_is_one() -> None:
+    disk = DiskStatus(folder="/var/cache/mlxd", pages=3, used_bytes=1536, max_bytes=2**30)
+    line = "disk           /var/cache/mlxd: 3 pages, 1.5 KiB of 1 GiB"
+    for status in (fake_status(), replace(fake_status(), disk=disk)):
+        lines = [text.rstrip() for text in shown(status_tables(status)).splitlines()]
+        assert (line in lines) is (status.disk is not None)
 
 
 def test_small_shares_are_shown_and_nothing_is_padded_off_a_terminal(
