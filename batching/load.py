@@ -19,8 +19,9 @@ from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, l
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.runner import Progress, RunnerInfo
-from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
+from mlxd.batching.selftest import Work, fault_in, oracle_logprobs, prompts
 from mlxd.batching.tuning import TimeBox
+from mlxd.caches.capacity import capacities, cost_of_packing
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
@@ -136,7 +137,15 @@ def load_runner(
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
+    _tell_capacity(memory, checkpoints)
     return runner
+
+
+def _tell_capacity(memory: MemoryPlan, checkpoints: float) -> None:
+    found = capacities(memory, checkpoints)
+    logger.info("rows at once: %s", ", ".join(map(str, found)))
+    if warning := cost_of_packing(found):
+        logger.warning("%s", warning)
 
 
 def _self_test(
@@ -155,10 +164,11 @@ def _self_test(
     """
     runner.step.enabled = False
     ragged = prompts(memory, loaded.vocab_size)
+    work = Work(progress, ragged, num_runs=1 + len(variants))
+    work(0)
     oracle = []
-    for prompt in ragged:
-        progress("self-test", 0.0)
-        oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary))
+    for prompt in ragged:  # no comprehension: its frame would hold the model past a stop
+        oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary, work))
     faults: list[str] = []
     last_resort = _LAST_RESORT if "gathered" in variants else ()
     for names, num_rows in ((variants, len(ragged)), (last_resort, len(ragged)), (variants, 1)):
@@ -166,14 +176,10 @@ def _self_test(
             runner.describe(max_batch=1, batching=f"one row at a time: {'; '.join(faults)}")
             faults.clear()
         right = []
-        for index, name in enumerate(names):
-            still_here = partial(progress, "self-test", index / len(names))
-            still_here()
+        for name in names:
             runner.set_attention(name)
             rows = slice(num_rows)
-            fault = fault_in(
-                runner, memory, oracle[rows], ragged[rows], still_here, quantization=quantization
-            )
+            fault = fault_in(runner, memory, oracle[rows], ragged[rows], work, quantization=quantization)
             if fault is None:
                 right.append(name)
             else:

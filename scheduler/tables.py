@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxd.caches.budget import show_bytes
+from mlxd.caches.capacity import capacities, cost_of_packing
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
@@ -46,6 +47,7 @@ def plan_tables(
     config: Config, model: str, blas: str, plan: MemoryPlan, disk: DiskStatus | None = None
 ) -> RenderableType:
     """The memory plan of a configuration, what its disk holds, and its tenants."""
+    rows = capacities(plan, config.cache.checkpoint_share)
     facts = _facts(
         ("model", model),
         ("BLAS", blas),
@@ -53,6 +55,9 @@ def plan_tables(
         ("KV budget", f"{show_bytes(plan.budget_bytes)}, of which pages take {show_bytes(plan.kv_bytes)}"),
         ("max rows", str(plan.max_rows)),
         ("max context", _context(plan)),
+        ("rows at once", ", ".join(map(str, rows))),
+        *((("warning", warning),) if (warning := cost_of_packing(rows)) else ()),
+        ("checkpoints", _checkpoints(plan)),
         *((("disk", _disk(disk)),) if disk is not None else ()),
         (
             "prefill chunk",
@@ -97,6 +102,12 @@ def _context(plan: MemoryPlan) -> str:
     fits = longest_context(plan)
     tail = "" if fits == plan.max_model_len else f", of which {fits} fit the budget"
     return f"{plan.max_model_len} tokens{tail}"
+
+
+def _checkpoints(plan: MemoryPlan) -> str:
+    if not any(group.spec.forgets for group in plan.groups):
+        return "no effect: all layers are full attention"
+    return show_bytes(sum(group.num_spare * group.spec.page_bytes for group in plan.groups))
 
 
 def _disk(disk: DiskStatus) -> str:
