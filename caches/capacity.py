@@ -40,7 +40,7 @@ def capacities(plan: MemoryPlan, checkpoints: float) -> tuple[Capacity, ...]:
 def cost_of_packing(found: Sequence[Capacity]) -> str | None:
     """A warning where rows that are packed on their way are fewer than dense ones would be."""
     less = ", ".join(str(capacity) for capacity in found if capacity.is_less)
-    return f"packing on the way serves fewer rows at once than none: {less}" if less else None
+    return f"packing on the way serves fewer rows at once than no packing: {less}" if less else None
 
 
 def rows_at_once(plan: MemoryPlan, num_tokens: int) -> int:

@@ -75,5 +75,5 @@ def test_where_nothing_is_packed_on_its_way_there_is_nothing_to_compare() -> Non
 def test_the_warning_names_lengths_and_both_counts() -> None:
     found = [Capacity(1024, 9, 10), Capacity(512, 30, 20)]
     assert cost_of_packing(found) == (
-        "packing on the way serves fewer rows at once than none: 9 of 1024 positions (dense 10)"
+        "packing on the way serves fewer rows at once than no packing: 9 of 1024 positions (dense 10)"
     )
