@@ -55,9 +55,16 @@ class Driver:
 
     def prefill(self, rows: Sequence[Row] | None = None) -> None:
         """Compute all but the last prompt position of these rows (all by default), a chunk of each a step."""
+        while self.prefill_step(rows):
+            pass
+
+    def prefill_step(self, rows: Sequence[Row] | None = None) -> int:
+        """Compute the next chunk of each of these rows; how many positions that was, 0: none is left."""
         rows = self.rows if rows is None else rows
-        while chunks := tuple(chunk for row in rows if (chunk := self._next_chunk(row)) is not None):
+        chunks = tuple(chunk for row in rows if (chunk := self._next_chunk(row)) is not None)
+        if chunks:
             self._finish(self._launch(StepPlan(self._next_step(), prefill=chunks, scrub=self._scrub())))
+        return sum(chunk.num_tokens for chunk in chunks)
 
     def decode(self) -> tuple[RowResult, ...]:
         """One step over all rows that are prefilled; appends the tokens to their outputs.

@@ -21,8 +21,9 @@ from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, l
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.runner import Progress, RunnerInfo
-from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
+from mlxd.batching.selftest import Work, fault_in, oracle_logprobs, prompts
 from mlxd.batching.tuning import TimeBox
+from mlxd.caches.capacity import capacities, cost_of_packing
 from mlxd.caches.kinds import Layer
 from mlxd.caches.paged import LayerShape
 from mlxd.caches.quantization import Quantization
@@ -143,6 +144,7 @@ def load_runner(
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
+    _tell_capacity(memory, checkpoints)
     return runner
 
 
@@ -165,6 +167,13 @@ def _trials(
     return [built_in, *last_resort]
 
 
+def _tell_capacity(memory: MemoryPlan, checkpoints: float) -> None:
+    found = capacities(memory, checkpoints)
+    logger.info("rows at once: %s", ", ".join(map(str, found)))
+    if warning := cost_of_packing(found):
+        logger.warning("%s", warning)
+
+
 def _self_test(
     runner: MlxRunner,
     loaded: LoadedModel,
@@ -181,12 +190,13 @@ def _self_test(
     """
     runner.step.enabled = False
     ragged = prompts(memory, loaded.vocab_size)
-    oracle = []
-    for prompt in ragged:
-        progress("self-test", 0.0)
-        oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary))
-    faults: list[str] = []
     alone = tuple(name for names in trials for name in names if name not in _LAST_RESORT)
+    work = Work(progress, ragged, num_runs=1 + len(alone))
+    work(0)
+    oracle = []
+    for prompt in ragged:  # no comprehension: its frame would hold the model past a stop
+        oracle.append(oracle_logprobs(loaded.model, prompt, quantization, memory.boundary, work))
+    faults: list[str] = []
     rounds = [(names, len(ragged)) for names in trials]
     if len(ragged) > 1:
         rounds.append((alone, 1))
@@ -195,11 +205,9 @@ def _self_test(
             runner.describe(max_batch=1, batching=f"one row at a time: {'; '.join(faults)}")
             faults.clear()
         right = []
-        for index, name in enumerate(names):
-            still_here = partial(progress, "self-test", index / len(names))
-            still_here()
+        for name in names:
             runner.set_attention(name)
-            fault = _fault_in(runner, memory, oracle[:num_rows], ragged[:num_rows], still_here, quantization)
+            fault = _fault_in(runner, memory, oracle[:num_rows], ragged[:num_rows], work, quantization)
             if fault is None:
                 right.append(name)
             else:
@@ -222,13 +230,13 @@ def _fault_in(
     memory: MemoryPlan,
     oracle: Sequence[Sequence[mx.array]],
     ragged: Sequence[Sequence[int]],
-    still_here: Callable[[], None],
+    tell: Callable[[int], None],
     quantization: Quantization | None,
 ) -> str | None:
     """What is wrong with the runner's attention variant, in the whole model or, of the kernel, by itself."""
-    fault = fault_in(runner, memory, oracle, ragged, still_here, quantization=quantization)
+    fault = fault_in(runner, memory, oracle, ragged, tell, quantization=quantization)
     if fault is None and isinstance(runner.attention, Kernel):
-        still_here()
+        tell(0)
         return kernel_check.fault_in(runner.attention.cases)
     return fault
 

@@ -8,6 +8,7 @@ import mlx.nn as nn
 
 from mlxd.batching.errors import ModelError, SettingError
 from mlxd.caches.budget import parse_budget
+from mlxd.caches.delayed_step import DelayedShape
 from mlxd.caches.kinds import Layer, UnsupportedCacheError, group_specs, inspect_layers, packed_layers
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan, plan_memory
@@ -94,9 +95,10 @@ def plan_for(
     specs = group_specs(layers, page_size, chunk)
     boundary = max(spec.since for spec in specs)
     if boundary and boundary + page_size > max_model_len:
+        start = max(s.quantization.start for layer in layers if isinstance(s := layer.shape, DelayedShape))
         sentence = (
-            f"has rows packed at {boundary} positions, whole prefill chunks of {chunk}; "
-            f"rows of at most {max_model_len} never are"
+            f"is {start} ({boundary} in whole chunks of {chunk}); "
+            f"rows have at most {max_model_len} positions, so none would be packed"
         )
         raise SettingError(("cache", "quantization", "start"), sentence)
     try:

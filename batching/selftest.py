@@ -10,11 +10,16 @@ from mlxd.batching.driver import Driver
 from mlxd.batching.memory import TRIAL_STEPS, trial_lengths
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.plan import RowResult
+from mlxd.batching.runner import Progress
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.kinds import native_caches, round_caches, rounded_caches
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
+_PIECE = 512
+"""Positions that the oracle computes at once, so that a long prompt shows as progress."""
+_ALMOST = 0.99
+"""Whoever runs the self-test says when it is done."""
 _WATCH = SamplingParams(temperature=0.0, top_logprobs=20, max_tokens=TRIAL_STEPS)
 _EXACT = 2e-3
 _TF32 = 0.05
@@ -35,8 +40,22 @@ def tolerance(dtype: mx.Dtype, device: mx.DeviceType, quantization: Quantization
     return _EXACT if device == mx.cpu else _TF32
 
 
-def _tell_nobody() -> None:
+def _tell_nobody(num_positions: int) -> None:
     pass
+
+
+class Work:
+    """Tells a Progress how far the self-test is: called with the positions computed since the last call."""
+
+    def __init__(self, progress: Progress, ragged: Sequence[Sequence[int]], num_runs: int) -> None:
+        """`num_runs`: times that all of these prompts will be computed, the oracle's included."""
+        self._progress = progress
+        self._total = num_runs * sum(len(prompt) - 1 + TRIAL_STEPS for prompt in ragged)
+        self._done = 0
+
+    def __call__(self, num_positions: int) -> None:
+        self._done += num_positions
+        self._progress("self-test", min(_ALMOST, self._done / self._total))
 
 
 def prompts(memory: MemoryPlan, vocab_size: int) -> list[list[int]]:
@@ -52,7 +71,7 @@ def fault_in(
     memory: MemoryPlan,
     oracle: Sequence[Sequence[mx.array]],
     ragged: Sequence[Sequence[int]],
-    still_here: Callable[[], None] = _tell_nobody,
+    tell: Callable[[int], None] = _tell_nobody,
     *,
     quantization: Quantization | None = None,
 ) -> str | None:
@@ -60,18 +79,19 @@ def fault_in(
 
     Args:
         oracle: per prompt and step, log-probabilities [V] float32 of mlx-lm's own single-row run.
-        still_here: called between steps.
+        tell: called between steps with the positions computed since.
         quantization: how the runner packs keys and values, if it does.
     """
     limit = tolerance(runner.dtype, mx.default_device().type, quantization)
     driver = Driver(runner, memory)
     rows = [driver.join(prompt, _WATCH) for prompt in ragged]
     try:
-        driver.prefill()
+        while computed := driver.prefill_step():
+            tell(computed)
         steps = []
         for _ in range(TRIAL_STEPS):
-            still_here()
             steps.append(driver.decode())
+            tell(len(rows))
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
@@ -98,24 +118,34 @@ def _difference(result: RowResult, expected: mx.array) -> float:
 
 
 def oracle_logprobs(
-    model: nn.Module, prompt: Sequence[int], quantization: Quantization | None = None, boundary: int = 0
+    model: nn.Module,
+    prompt: Sequence[int],
+    quantization: Quantization | None = None,
+    boundary: int = 0,
+    tell: Callable[[int], None] = _tell_nobody,
 ) -> list[mx.array]:
     """Log-probabilities of the next tokens by mlx-lm's own caches, one row, greedy; [V] float32 a step.
 
     Args:
         quantization: the precision to which the caches round what they are given.
         boundary: positions they have when they begin to, and round those too.
+        tell: called with the positions computed since.
     """
     at_once = quantization is not None and not boundary
     caches = rounded_caches(model, quantization) if quantization and at_once else native_caches(model)
     known, found, position = list(prompt[:-1]), [], 0
-    pieces = [piece for piece in (known[:boundary], known[boundary:]) if piece]
+    pieces = [
+        part[start : start + _PIECE]
+        for part in (known[:boundary], known[boundary:])
+        for start in range(0, len(part), _PIECE)
+    ]
     token = prompt[-1]
     for piece in (*pieces, *([None] * TRIAL_STEPS)):
         tokens = [token] if piece is None else piece
         logits = model(mx.array([tokens]), cache=caches)[0, -1].astype(mx.float32)
         mx.eval([cache.state for cache in caches])
         position += len(tokens)
+        tell(len(tokens))
         if quantization is not None and position == boundary:
             round_caches(caches, quantization)
         if piece is None:

@@ -30,7 +30,7 @@ class Subject:
 
     Attributes:
         spec: the group it is made for; a small page size and window make for quick tests.
-        make: the cache of one layer, as in `kinds.Kind`.
+        make: the cache of one layer, as in `kind.Kind`.
         step: (decode stand-in, marks float32 [B]) -> float32 [B, ...]. Appends one position a row, made from
             the row's mark, and returns what depends on all positions that the row may read.
         prefill: (prefill stand-in, marks float32 [1, L]). Appends L positions of one row.

@@ -1,4 +1,4 @@
-"""Which of our cache kinds stands in for which of mlx-lm's; a new kind is one file and one line here."""
+"""Which of our cache kinds stands in for which of mlx-lm's; a new kind is one file and its entry here."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxd.caches.composite import Path, assemble
-from mlxd.caches.contract import RowCache
 from mlxd.caches.delayed import DelayedRows
 from mlxd.caches.delayed_step import DelayedShape
+from mlxd.caches.kind import Kind, Shape
 from mlxd.caches.mlx_lm_import import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlxd.caches.packed import pack
 from mlxd.caches.paged import LayerShape, PagedRows
@@ -18,39 +18,11 @@ from mlxd.caches.quantization import Quantization
 from mlxd.caches.quantized import QuantizedRotatingRows, QuantizedRows, QuantizedShape
 from mlxd.caches.recurrent import RecurrentRows, StateShape
 from mlxd.caches.rotating import RotatingRows
-from mlxd.caches.row_group import RowGroup
 from mlxd.caches.sizing import ENDLESS, GroupSpec
-
-Shape = LayerShape | StateShape
 
 
 class UnsupportedCacheError(Exception):
     """The model keeps a kind of state that no kind here serves; the message names it and its layers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One cache kind.
-
-    Attributes:
-        native: the class in mlx-lm that it stands in for, matched exactly.
-        group: name of the group that a layer of it belongs to; layers of one name share page tables.
-        window: the sliding window of such a cache, None for full attention.
-        shape: (flat index, what a short forward left) -> the layer's shape, None where it stored nothing.
-        make: the cache of one layer: (shape, group, num_pages).
-        probes: whether that forward gets a probe in place of the native cache.
-        make_packed: its packed form, of a QuantizedShape; None where there is nothing to pack.
-        make_delayed: its form that is packed on its way, of a DelayedShape; None where there is none.
-    """
-
-    native: type
-    group: Callable[[Any], str]
-    window: Callable[[Any], int | None]
-    shape: Callable[[int, Any], Shape | None]
-    make: Callable[[Any, RowGroup, int], RowCache]
-    probes: bool = True
-    make_packed: Callable[[Any, RowGroup, int], RowCache] | None = None
-    make_delayed: Callable[[Any, RowGroup, int], RowCache] | None = None
 
 
 REFUSED = {

@@ -50,6 +50,11 @@ class GroupSpec:
         return self.window is not None or self.state_bytes > 0 or self.until is not None
 
     @property
+    def forgets(self) -> bool:
+        """Whether a row that goes on loses what it would need to be begun again where it was."""
+        return self.window is not None or self.state_bytes > 0
+
+    @property
     def gives_back(self) -> bool:
         """Whether a row that grows hands pages back."""
         return self.window is not None or self.until is not None
@@ -164,8 +169,8 @@ def plan_memory(
     gives, or their part of the rows of full length that fit, if that is more. Full-attention groups share the
     rest. No group gets more than `max_rows` rows of full length need.
 
-    A share `checkpoints` of the budget is set aside first: it gives bounded groups spare pages, what as many
-    boundaries need as it holds, since what rows leave behind in such a group is little and soon gone.
+    A share `checkpoints` of the budget is set aside first: it gives windows and states spare pages, what as
+    many boundaries need as it holds, since what rows leave behind in such a group is little and soon gone.
 
     Raises:
         ValueError: the budget does not hold one page of each group.
@@ -179,9 +184,7 @@ def plan_memory(
     spare = dict.fromkeys(need, 0)
     total_bytes = budget_bytes
     if bounded:
-        boundary = {s.name: s.pages_for(max_model_len, 0) for s in bounded}
-        count = int(budget_bytes * checkpoints / sum(boundary[s.name] * s.page_bytes for s in bounded))
-        spare |= {name: count * num_pages for name, num_pages in boundary.items()}
+        spare |= _spare_pages(bounded, int(budget_bytes * checkpoints), max_model_len)
         budget_bytes -= sum(spare[s.name] * s.page_bytes for s in bounded)
         rows = max(budget_bytes / (bounded_bytes + full_bytes), budget_bytes / 2 / bounded_bytes)
         rows = min(rows, max_rows)
@@ -200,3 +203,11 @@ def plan_memory(
         chunk=chunk,
         groups=tuple(GroupPlan(s, pages[s.name] + spare[s.name], spare[s.name]) for s in specs),
     )
+
+
+def _spare_pages(specs: list[GroupSpec], num_bytes: int, max_model_len: int) -> dict[str, int]:
+    """By group, what as many boundaries need as these bytes hold; groups that forget nothing need none."""
+    pages = {s.name: s.pages_for(max_model_len, 0) for s in specs if s.forgets}
+    boundary_bytes = sum(pages.get(s.name, 0) * s.page_bytes for s in specs)
+    count = num_bytes // boundary_bytes if boundary_bytes else 0
+    return {name: count * num_pages for name, num_pages in pages.items()}

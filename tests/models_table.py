@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from model_bench import CHUNK, PROMPTS, TOLERANCE, Bench, Reuse, are_same
@@ -26,6 +27,8 @@ NATIVE_HEAD = (
 )
 PACKED_HEAD = f"| model file | {' | '.join(FORMS)} |"
 _NO_REUSE = "no reuse"
+_USUAL_REUSE = ((32, 38), (40, 46))
+"""Positions found and positions of the prompt, second and third turn, where pages are `PAGE` long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Verdict:
         served: "batched", "one row at a time: why", or "refused: why".
         attention: the decode variants that are right for it.
         checks: alone, batched, compiled, resumed, warm, each as its cell reads.
+        rank: its place in the table: refused, one row, with an exception, plain.
     """
 
     name: str
@@ -45,16 +49,32 @@ class Verdict:
     attention: tuple[str, ...] = ()
     checks: tuple[str, ...] = ("",) * 5
 
+    @property
+    def rank(self) -> int:
+        for rank, start in enumerate(("refused", "one row")):
+            if self.served.startswith(start):
+                return rank
+        return 3 if set(self.checks) == {"yes"} else 2
+
     def __str__(self) -> str:
         return _line((self.name, ", ".join(self.state), self.served, ", ".join(self.attention), *self.checks))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedVerdict:
-    """A model's line in the table of packed keys and values; `cells`: one for each of FORMS."""
+    """A model's line in the table of packed keys and values; `cells`: one for each of FORMS.
+
+    `rank`: its place in the table: refused or wrong in some form, with an exception, plain.
+    """
 
     name: str
     cells: tuple[str, ...]
+
+    @property
+    def rank(self) -> int:
+        if not all(cell.startswith("yes") for cell in self.cells):
+            return 0
+        return 2 if set(self.cells) == {"yes"} else 1
 
     def __str__(self) -> str:
         return _line((self.name, *self.cells))
@@ -144,6 +164,8 @@ def _reused(reuse: Reuse) -> str:
         return _yes(False)
     if reuse.why_not:
         return f"{_NO_REUSE}: {reuse.why_not}"
+    if reuse.found == _USUAL_REUSE:
+        return _yes(True)
     return "yes, " + ", ".join(f"{found}/{total}" for found, total in reuse.found)
 
 
@@ -160,15 +182,15 @@ def _packed_cell(bench: Bench) -> str:
 
 
 def table(head: str, verdicts: Sequence[Verdict | PackedVerdict]) -> list[str]:
-    """Its lines in Markdown."""
-    return [head, "|---" * (head.count("|") - 1) + "|", *map(str, verdicts)]
+    """Its lines in Markdown, exceptions first."""
+    return [head, "|---" * (head.count("|") - 1) + "|", *map(str, sorted(verdicts, key=lambda v: v.rank))]
 
 
 def lines_of(head: str, document: str) -> list[str]:
     """The lines of a document's table that begins with `head`, that line included."""
     lines = document.splitlines()
     start = lines.index(head)
-    return lines[start : lines.index("", start)]
+    return list(takewhile(lambda line: line.startswith("|"), lines[start:]))
 
 
 def written(document: str, tables: Mapping[str, Sequence[str]]) -> str:

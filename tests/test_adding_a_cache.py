@@ -1,76 +1,84 @@
-"""The code of docs/adding-a-cache.md runs, passes the suite, and serves a model."""
+"""docs/adding-a-cache.md is followed to the letter in a copy of the package; what it adds passes there."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
-from mlxd.batching.mlx_runner import MlxRunner
-from mlxd.batching.runner import RunnerInfo
-from mlxd.batching.selftest import fault_in, oracle_logprobs, prompts
-from mlxd.caches import kinds
-from mlxd.caches.sizing import plan_memory
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "adding-a-cache.md"
-VOCAB = 32
-
-
-def code_of_the_document() -> dict[str, Any]:
-    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"__name__": "adding_a_cache"}
-    exec(compile("\n".join(blocks), str(DOCUMENT), "exec"), names)
-    return names
+ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = re.findall(
+    r"^```(python|diff)\n# (\S+)\n(.*?)^```$",
+    (ROOT / "docs" / "adding-a-cache.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+PACKAGES = ("metrics", "caches", "batching", "scheduler")
 
 
-NAMES = code_of_the_document()
-TestMeanRows = NAMES["TestMeanRows"]
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package, to be changed; its test folder has the tests of layers alone."""
+    package = tmp_path / "mlxd"
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "tests").mkdir()
+    for name in ("test_layering.py", "running_mean_model.py"):
+        shutil.copy(ROOT / "tests" / name, package / "tests")
+    return package
 
 
-class MeanModel(nn.Module):
-    """Two layers; each adds a projection of the mean of its inputs so far."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.embedding = nn.Embedding(VOCAB, 16)
-        self.layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
-
-    def make_cache(self) -> list[Any]:
-        return [NAMES["RunningMean"]() for _ in self.layers]
-
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        x = self.embedding(tokens)
-        for layer, mean in zip(self.layers, cache, strict=True):
-            x = x + mx.tanh(layer(mean.add(x)))
-        logits: mx.array = 4 * self.embedding.as_linear(x)
-        return logits
+def follow(package: Path, *, with_entry: bool = True) -> None:
+    """Write the page's files; those in no folder are the model's, beside the package."""
+    for language, name, code in BLOCKS:
+        path = (package if "/" in name else package.parent) / name
+        if language == "python":
+            with path.open("a") as file:
+                file.write(code)
+        elif with_entry:
+            path.write_text(patched(path.read_text(), code))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_one_file_and_one_line_serve_the_model(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS, NAMES["MEAN"]))
-    mx.random.seed(0)
-    model = MeanModel()
-    layers = kinds.inspect_layers(model)
-    memory = plan_memory(
-        kinds.group_specs(layers, 8),
-        budget_bytes=2**20,
-        weights_bytes=0,
-        max_rows=4,
-        max_model_len=64,
-        chunk=16,
+def patched(text: str, diff: str) -> str:
+    """Put in the lines that begin with +, before or after the line beside them."""
+    for hunk in diff.split("...\n"):
+        old = "".join(line[1:] for line in hunk.splitlines(keepends=True) if line.startswith(" "))
+        new = "".join(line[1:] for line in hunk.splitlines(keepends=True))
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def run_tests(package: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, (package.parent, ROOT / "tests")))
+    options = ("-c", str(ROOT / "pyproject.toml"))
+    tests = [str(package / "tests" / name) for name in names]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=package,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    runner = MlxRunner(model, layers, memory, RunnerInfo("mean", VOCAB, memory, 4, frozenset(), "cpu", True))
-    runner.step.enabled = compiled
-    ragged = prompts(memory, VOCAB)
-    oracle = [oracle_logprobs(model, prompt) for prompt in ragged]
-    assert runner.signature == "mean*2"
-    assert fault_in(runner, memory, oracle, ragged) is None
-    assert runner.counters().graph_failures == 0
 
 
-def test_without_the_line_the_model_is_refused_by_name() -> None:
-    with pytest.raises(kinds.UnsupportedCacheError, match="layer 0 needs RunningMean"):
-        kinds.inspect_layers(MeanModel())
+def test_the_page_adds_a_kind_that_conforms_serves_its_model_and_keeps_the_layers(package: Path) -> None:
+    follow(package)
+    run = run_tests(package, "test_mean.py", "running_mean_model.py", "test_layering.py")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_without_the_entry_the_model_is_refused_by_name(package: Path) -> None:
+    follow(package, with_entry=False)
+    run = run_tests(package, "running_mean_model.py")
+    assert run.returncode == 1
+    assert "UnsupportedCacheError: layer 0 needs RunningMean" in run.stdout
+
+
+def test_the_page_has_a_file_a_test_and_an_entry() -> None:
+    names = [name for _, name, _ in BLOCKS]
+    assert set(names) == {"running_mean.py", "caches/mean.py", "caches/kinds.py", "tests/test_mean.py"}

@@ -298,8 +298,8 @@ def test_the_self_test_finds_a_model_that_packed_numbers_do_not_reach() -> None:
         (
             61,
             64,
-            "cache.quantization.start has rows packed at 64 positions, whole prefill chunks of 16; "
-            "rows of at most 64 never are",
+            "cache.quantization.start is 61 (64 in whole chunks of 16); "
+            "rows have at most 64 positions, so none would be packed",
         ),
         (
             500,

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from text_tokenizers import byte_level
@@ -19,14 +20,23 @@ from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.caches.kinds import inspect_layers
 
 
-def write_model(folder: Path, name: str) -> Path:
+def write_model(folder: Path, name: str, bits: int | None = None) -> Path:
+    """`bits`: of its weights, where they are quantised."""
     config = {"eos_token_id": 1, **zoo_config(name)}
+    model = zoo_model(name)
+    if bits is not None:
+        config["quantization"] = {"group_size": 32, "bits": bits}
+        nn.quantize(model, group_size=32, bits=bits, class_predicate=lambda _, m: _can_be_quantised(m))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text("{}")
     byte_level().save(str(folder / "tokenizer.json"))
-    weights = dict(tree_flatten(zoo_model(name).parameters()))
+    weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
+
+
+def _can_be_quantised(module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
 def load(folder: Path, *, max_rows: int = 4) -> MlxRunner:
@@ -77,6 +87,13 @@ def test_a_budget_without_room_for_the_self_test_is_refused(max_rows: int, budge
     plan_for(layers, budget=budget, **sizes, **room)
     with pytest.raises(SettingError, match=f"no room for the self-test, whose rows have {rows} positions"):
         plan_for(layers, budget=budget - 2**20, **sizes, **room)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_are_served_batched(tmp_path: Path, bits: int) -> None:
+    with_bits = load(write_model(tmp_path, "llama", bits))
+    assert with_bits.info.max_batch == 4
+    assert "batching" not in with_bits.info.notes
 
 
 def test_a_model_that_is_right_only_alone_is_served_one_row_at_a_time_and_says_why(

@@ -1,5 +1,6 @@
 """docs/models.md says what is measured, and of every model file."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,7 +91,29 @@ def test_every_line_of_packed_keys_and_values_is_what_is_measured(name: str) -> 
 def test_the_document_has_a_line_for_every_model_tried_and_no_other() -> None:
     expected = table(NATIVE_HEAD, [])
     assert lines(NATIVE_HEAD)[:2] == expected
-    assert [line.split(" | ")[0] for line in lines(NATIVE_HEAD)[2:]] == [f"| {name}" for name in MODELS]
+    listed = [line.split(" | ")[0] for line in lines(NATIVE_HEAD)[2:]]
+    assert sorted(listed) == sorted(f"| {name}" for name in MODELS)
+
+
+def test_what_is_not_plain_comes_first() -> None:
+    plain = Verdict("plain", ("full",), "batched", ("in_place",), ("yes",) * 5)
+    odd = replace(plain, name="odd", checks=("yes", "yes", "eager only", "yes", "yes"))
+    alone = replace(
+        plain, name="alone", served="one row at a time: why", checks=("yes", "", "yes", "yes", "yes")
+    )
+    refused = Verdict("refused", (), "refused: why")
+    assert table(NATIVE_HEAD, [plain, odd, alone, refused])[2:] == list(
+        map(str, (refused, alone, odd, plain))
+    )
+    packed = [
+        PackedVerdict(name, cells) for name, cells in (("a", ("yes", "yes")), ("b", ("yes", "refused")))
+    ]
+    assert table(PACKED_HEAD, packed)[2:] == list(map(str, reversed(packed)))
+
+
+def test_the_document_is_in_that_order() -> None:
+    served = [line.split(" | ")[2].split()[0] for line in lines(NATIVE_HEAD)[2:]]
+    assert served == sorted(served, key=["refused:", "one", "batched"].index)
 
 
 def test_packed_keys_and_values_are_tried_for_every_model_that_is_served_with_any() -> None:

@@ -1,11 +1,12 @@
-"""How far the self-test lets two right ways to compute differ."""
+"""How far the self-test lets two right ways to compute differ, and what it tells meanwhile."""
 
 from typing import Literal
 
 import mlx.core as mx
 import pytest
+from tiny_zoo import VOCAB, zoo_model
 
-from mlxd.batching.selftest import tolerance
+from mlxd.batching.selftest import Work, oracle_logprobs, tolerance
 from mlxd.caches.quantization import Quantization
 
 
@@ -24,6 +25,24 @@ def test_rounding_is_told_from_error_by_what_the_device_rounds(
     dtype: mx.Dtype, device: mx.DeviceType, limit: float
 ) -> None:
     assert tolerance(dtype, device) == limit
+
+
+@pytest.mark.parametrize(
+    ("boundary", "pieces"), [(0, [512, 512, 5, 1, 1, 1]), (600, [512, 88, 429, 1, 1, 1])]
+)
+def test_the_oracle_tells_of_every_piece_of_a_long_prompt(boundary: int, pieces: list[int]) -> None:
+    seen: list[int] = []
+    prompt = [position % VOCAB for position in range(1030)]
+    oracle_logprobs(zoo_model("llama"), prompt, Quantization(bits=8, group_size=32), boundary, seen.append)
+    assert seen == pieces
+
+
+def test_progress_rises_with_the_positions_computed_and_is_not_done_by_itself() -> None:
+    shares: list[float] = []
+    work = Work(lambda stage, share: shares.append(share), [[1] * 95, [1]], num_runs=2)
+    for positions in (0, 50, 50, 100, 100):
+        work(positions)
+    assert shares == [0.0, 0.25, 0.5, 0.99, 0.99]
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(8, 0.35), (4, 2.5)])

@@ -120,6 +120,16 @@ def test_checkpoints_are_spare_pages_of_bounded_groups_that_no_row_is_promised()
     assert plan(spec(None), budget=budget, checkpoints=0.5) == plan(spec(None), budget=budget)
 
 
+def test_dense_pages_of_rows_that_are_packed_later_are_no_checkpoints() -> None:
+    """What a row leaves there stays under its keys, as in full attention."""
+    dense = replace(spec(None), until=256, successor="packed")
+    packed = replace(spec(None, bytes_per_token=1), name="packed", since=256)
+    budget = 3 * (256 * 4 + 1024)
+    assert plan(dense, packed, budget=budget, checkpoints=0.25) == plan(dense, packed, budget=budget)
+    sliding = plan(replace(dense, window=64), packed, budget=budget, checkpoints=0.25)
+    assert [group.num_spare > 0 for group in sliding.groups] == [True, False]
+
+
 def test_a_budget_without_a_page_of_each_group_is_refused_with_both_figures() -> None:
     with pytest.raises(ValueError, match=r"127 bytes holds no page of each group \(128 bytes\)"):
         plan(spec(None), spec(64), budget=127)
