@@ -1,4 +1,4 @@
-"""The KV budget as the configuration writes it: bytes, text with a unit, or a share of free device memory."""
+"""Sizes as people write and read them; the KV budget: bytes, or a share of free device memory."""
 
 import math
 import re
@@ -14,6 +14,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_SHOWN = ("B", "KiB", "MiB", "GiB", "TiB")
 _TEXT = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([KMGT]i?B)", re.IGNORECASE | re.ASCII)
 ALLOWED_SIZES = 'bytes from 1 MiB on (1073741824, "8GiB", "512MiB")'
 ALLOWED_BUDGETS = f"{ALLOWED_SIZES} or a fraction above 0 up to 1 (0.6)"
@@ -57,6 +58,14 @@ def parse_size(value: str | int) -> int:
     if size is None or size < MIN_BYTES:
         raise ValueError(f"is {value!r}; it must be {ALLOWED_SIZES}")
     return size
+
+
+def show_bytes(size: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value, unit = float(size), 0
+    while value >= 1024 and unit < len(_SHOWN) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.4g} {_SHOWN[unit]}"
 
 
 def _size_bytes(value: str | int) -> int | None:

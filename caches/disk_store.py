@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 _SECRET_BYTES = 32
+_PAGES = "pages"
 _SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
 
@@ -36,7 +37,7 @@ class DiskStore:
         """
         self.max_bytes = max_bytes
         self.num_evicted = 0
-        self._pages = folder / "pages"
+        self._pages = folder / _PAGES
         self._pages.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._mutex = Lock()
         self._lock_file = _lock(folder / "lock")
@@ -142,6 +143,17 @@ class DiskStore:
 
     def _forget(self, key: bytes) -> None:
         self._used_bytes -= self._sizes.pop(key)
+
+
+def stored_in(folder: Path) -> tuple[int, int]:
+    """Files and bytes that a folder's store has, in use or not; (0, 0) where there is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    pages = folder / _PAGES
+    paths = [path for path in pages.iterdir() if _key_of(path)] if pages.is_dir() else []
+    return len(paths), sum(path.stat().st_size for path in paths)
 
 
 def _key_of(path: Path) -> bytes | None:

@@ -72,6 +72,7 @@ class DiskTier:
             misses=dict(self._misses),
             load_s=self._load_s,
             save_s=self._save_s,
+            num_stored=len(self._store),
         )
 
     def begin_step(self) -> None:

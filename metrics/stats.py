@@ -85,6 +85,7 @@ class DiskStats:
         misses: by reason: "absent", "truncated", "corrupt", "foreign", "slow" (computing is faster), "busy"
             (the step's time for loading is over).
         load_s, save_s: time spent on reading and verifying, and on writing.
+        num_stored: pages that are there now.
     """
 
     used_bytes: int
@@ -93,6 +94,7 @@ class DiskStats:
     misses: dict[str, int]
     load_s: float
     save_s: float
+    num_stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,22 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     path: Annotated[str, Meta(min_length=1)]
     max_bytes: Size
 
+    @property
+    def folder(self) -> Path:
+        """Raises ValueError unless `path` is absolute, a home folder filled in; the text follows its name."""
+        try:
+            folder = Path(self.path).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"is {self.path!r}: {error}") from None
+        if not folder.is_absolute() or "\0" in self.path:
+            raise ValueError(f"is {self.path!r}; it must be an absolute path of a folder")
+        return folder
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Raises ValueError for a bad `max_bytes`; the text follows its name."""
+        return parse_size(self.max_bytes)
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`budget`: bytes ("8GiB", 1048576) or a share of the device memory left after weights (0.6).
@@ -251,9 +267,13 @@ def _disk_problems(cache: CacheConfig) -> Iterator[tuple[Keys, str]]:
     if cache.disk is None:
         return
     if not cache.prefix:
-        yield ("cache", "disk"), "is set; it keeps what cache.prefix, which is false, would find"
+        yield ("cache", "disk"), "needs cache.prefix: true"
     try:
-        parse_size(cache.disk.max_bytes)
+        _ = cache.disk.folder
+    except ValueError as error:
+        yield ("cache", "disk", "path"), str(error)
+    try:
+        _ = cache.disk.capacity_bytes
     except ValueError as error:
         yield ("cache", "disk", "max_bytes"), str(error)
 

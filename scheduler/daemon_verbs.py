@@ -15,7 +15,8 @@ from mlxd.batching.errors import SettingError
 from mlxd.batching.runner import Progress
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.fit import check_shares
+from mlxd.scheduler.disk import look_at_disk
+from mlxd.scheduler.fit import check_fit
 from mlxd.scheduler.keys import server_keys
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.progress import ProgressBars
@@ -49,9 +50,10 @@ def check(path: Path) -> None:
         if config.server.curve is not None:
             server_keys(config.server.curve)
         plan = _memory_plan(config, bars)
-        check_shares(config, plan)
+        check_fit(config, plan)
+        disk = look_at_disk(config)
     print(f"{path}: ok")
-    show(plan_tables(config, config.model.path, _describe(blas), plan))
+    show(plan_tables(config, config.model.path, _describe(blas), plan, disk))
 
 
 def pull(model: str) -> None:

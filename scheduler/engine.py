@@ -26,7 +26,7 @@ from mlxd.scheduler.errors import (
     RevokedError,
 )
 from mlxd.scheduler.events import Event, RequestKey, Submission
-from mlxd.scheduler.fit import check_shares
+from mlxd.scheduler.fit import check_fit
 from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Ping, SetTenants, Stop
 from mlxd.scheduler.local import LocalClient
 from mlxd.scheduler.loop import EngineLoop
@@ -219,7 +219,7 @@ class Engine:
         disk: DiskTier | None = None
         try:
             runner = self._factory(self._config, self._tell_progress)
-            check_shares(self._config, runner.info.memory)
+            check_fit(self._config, runner.info.memory)
             disk, secret = open_disk(self._config, runner, self._clock)
             loop = self._make_loop(runner, disk, secret or secrets.token_bytes(32))
             self._info = runner.info

@@ -227,11 +227,21 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
 
 
+class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefixes on disk: `pages` files in `folder`, `used_bytes` of at most `max_bytes`."""
+
+    folder: str
+    pages: int
+    used_bytes: int
+    max_bytes: int
+
+
 class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     """The engine after its latest step. `tenants`: the asker alone, or all for an operator.
 
     `pages`: cache group -> pages held by rows, pages in all; `cached_pages`: those no row holds, kept for
-    later prompts. `fairness`: None where the asker is no operator. Times in seconds, sizes in bytes.
+    later prompts. `disk`, where there is one, and `fairness` are for operators. Times in seconds, sizes in
+    bytes.
     """
 
     id: str
@@ -249,6 +259,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     kv_capacity_bytes: int
     pages: dict[str, tuple[int, int]]
     cached_pages: dict[str, int]
+    disk: DiskStatus | None = None
     fairness: FairnessStats | None
     graph_compiles: int
     graph_retraces: int

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from mlxd.batching.runner import RunnerInfo
-from mlxd.metrics.stats import EngineSnapshot, TenantGauges
+from mlxd.metrics.stats import DiskStats, EngineSnapshot, TenantGauges
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.config import Config, ServerConfig, TenantConfig
+from mlxd.scheduler.config import Config, DiskConfig, ServerConfig, TenantConfig
 from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_STRING_BYTES
 
 
@@ -60,6 +60,7 @@ def status_reply(
         kv_capacity_bytes=at.kv_capacity_bytes,
         pages=at.pages,
         cached_pages=at.cached_pages,
+        disk=_disk_status(config.cache.disk, at.disk) if asker.operator else None,
         fairness=at.fairness if asker.operator else None,
         graph_compiles=at.graph_compiles,
         graph_retraces=at.graph_retraces,
@@ -71,6 +72,17 @@ def status_reply(
         memory_peak_bytes=at.memory_peak_bytes,
         notes=(info.notes if info else {}) | at.notes,
         error=at.error,
+    )
+
+
+def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> wire.DiskStatus | None:
+    if disk is None or stats is None:
+        return None
+    return wire.DiskStatus(
+        folder=str(disk.folder),
+        pages=stats.num_stored,
+        used_bytes=stats.used_bytes,
+        max_bytes=stats.capacity_bytes,
     )
 
 

@@ -10,13 +10,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mlxd.caches.budget import show_bytes
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
-from mlxd.scheduler.messages import StatusReply
+from mlxd.scheduler.messages import DiskStatus, StatusReply
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _PIPE_WIDTH = 1000
 
 
@@ -27,14 +27,6 @@ def show(renderable: RenderableType) -> None:
         console.print(renderable, soft_wrap=True)
     for line in shown.get().splitlines():
         print(line.rstrip())
-
-
-def show_bytes(size: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    value, unit = float(size), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.4g} {_UNITS[unit]}"
 
 
 def summarise_buckets(buckets: Sequence[str]) -> str:
@@ -51,8 +43,10 @@ def _by_number(text: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", text)], text
 
 
-def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> RenderableType:
-    """The memory plan of a configuration, and its tenants."""
+def plan_tables(
+    config: Config, model: str, blas: str, plan: MemoryPlan, disk: DiskStatus | None = None
+) -> RenderableType:
+    """The memory plan of a configuration, what its disk holds, and its tenants."""
     shown = facts(
         ("model", model),
         ("BLAS", blas),
@@ -60,6 +54,7 @@ def plan_tables(config: Config, model: str, blas: str, plan: MemoryPlan) -> Rend
         ("KV budget", f"{show_bytes(plan.budget_bytes)}, of which pages take {show_bytes(plan.kv_bytes)}"),
         ("max rows", str(plan.max_rows)),
         ("max context", _context(plan)),
+        *((("disk", _disk(disk)),) if disk is not None else ()),
         (
             "prefill chunk",
             f"{plan.chunk} tokens{' assumed' if config.scheduler.prefill_chunk == 'auto' else ''}",
@@ -111,6 +106,10 @@ def _context(plan: MemoryPlan) -> str:
     return f"{plan.max_model_len} tokens{tail}"
 
 
+def _disk(disk: DiskStatus) -> str:
+    return f"{disk.folder}: {disk.pages} pages, {show_bytes(disk.used_bytes)} of {show_bytes(disk.max_bytes)}"
+
+
 def tokens_per_s(before: StatusReply, now: StatusReply) -> float | None:
     """Generated tokens a second between two looks at one daemon; None where it was started anew."""
     passed_s = now.uptime_s - before.uptime_s
@@ -153,6 +152,7 @@ def status_tables(
             (f"pages {name}", f"{held} of {total}, {status.cached_pages.get(name, 0)} cached")
             for name, (held, total) in status.pages.items()
         ),
+        *((("disk", _disk(status.disk)),) if status.disk is not None else ()),
         *(() if status.fairness is None else _fairness(status.fairness)),
         ("memory", f"{show_bytes(status.memory_active_bytes)}, peak {show_bytes(status.memory_peak_bytes)}"),
         (

@@ -18,7 +18,7 @@ from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
-from mlxd.scheduler.messages import StatusReply, TenantStatus
+from mlxd.scheduler.messages import DiskStatus, StatusReply, TenantStatus
 from mlxd.scheduler.progress import ProgressBars
 from mlxd.scheduler.tables import (
     plan_tables,
@@ -87,6 +87,14 @@ def test_operators_see_how_tenants_are_served_beside_each_other() -> None:
     assert "waits          3 rows" in lines
     assert "preempted      1 pages, 2 slice" in lines
     assert "deadlines      none" in lines
+
+
+def test_the_disk_shows_where_there_is_one() -> None:
+    disk = DiskStatus(folder="/var/cache/mlxd", pages=3, used_bytes=1536, max_bytes=2**30)
+    line = "disk           /var/cache/mlxd: 3 pages, 1.5 KiB of 1 GiB"
+    for status in (fake_status(), replace(fake_status(), disk=disk)):
+        lines = [text.rstrip() for text in shown(status_tables(status)).splitlines()]
+        assert (line in lines) is (status.disk is not None)
 
 
 def test_small_shares_are_shown_and_nothing_is_padded_off_a_terminal(

@@ -151,10 +151,18 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
             'it must be bytes from 1 MiB on (1073741824, "8GiB", "512MiB")',
         ),
         ("cache: {disk: {path: /d}}", "x.yaml:4: cache.disk.max_bytes is missing"),
+        (
+            "cache: {disk: {path: prefixes, max_bytes: 1GiB}}",
+            "x.yaml:4: cache.disk.path is 'prefixes'; it must be an absolute path of a folder",
+        ),
+        (
+            "cache: {disk: {path: ~nobody-of-that-name/x, max_bytes: 1GiB}}",
+            "x.yaml:4: cache.disk.path is '~nobody-of-that-name/x': Could not determine home directory.",
+        ),
         ("cache: {disk: /d}", "x.yaml:4: cache.disk is '/d'; it must be a map or null"),
         (
             "cache: {prefix: false, disk: {path: /d, max_bytes: 1GiB}}",
-            "x.yaml:4: cache.disk is set; it keeps what cache.prefix, which is false, would find",
+            "x.yaml:4: cache.disk needs cache.prefix: true",
         ),
         (
             "cache: {page_size: 32}\nscheduler: {prefill_chunk: 48}",

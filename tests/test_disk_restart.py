@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from daemon_process import daemon_process, process_config, write_tiny_model
 from msgspec.structs import replace
-from scheduling import VOCAB, Tape, World, make_config, submission
+from scheduling import VOCAB, Tape, World, make_config, make_tenant, submission
 from tiny_models import CHUNK, PAGE, Rig, make_rig, prompt_of
 from wire_daemon import wait_until
 
@@ -22,10 +22,12 @@ from mlxd.caches.disk_store import DiskStore
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.caches.persistence import PageCodec
 from mlxd.caches.quantization import Quantization
-from mlxd.metrics.stats import DiskStats
+from mlxd.metrics.stats import DiskStats, EngineSnapshot
 from mlxd.scheduler.config import CacheConfig, Config, DiskConfig
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.events import Event, Finished, Tokens
+from mlxd.scheduler.messages import DiskStatus
+from mlxd.scheduler.reports import status_reply
 
 WAIT_S = 20.0
 
@@ -146,7 +148,36 @@ def test_without_a_disk_there_is_nothing_to_tell(tmp_path: Path) -> None:
         assert served.tape.last.disk is None
 
 
-@pytest.mark.parametrize("trouble", ["a file in its place", "in use"])
+@pytest.mark.parametrize("operator", [True, False])
+def test_the_status_tells_operators_alone_of_the_disk(operator: bool, tmp_path: Path) -> None:
+    asker = make_tenant("acme", operator=operator)
+    config = disk_config(tmp_path / "disk", make_config(asker))
+    stats = DiskStats(1536, 64 * 2**20, {}, {}, 0.0, 0.0, num_stored=3)
+    status = status_reply(
+        "r",
+        asker,
+        config=config,
+        epoch="e",
+        info=None,
+        at=EngineSnapshot(disk=stats),
+        now=1.0,
+        started_at=0.0,
+        generated_tokens={},
+    )
+    told = DiskStatus(folder=str(tmp_path / "disk"), pages=3, used_bytes=1536, max_bytes=64 * 2**20)
+    assert status.disk == (told if operator else None)
+
+
+def test_the_log_tells_what_the_disk_holds_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mlxd.scheduler.disk"), Served(disk_config(tmp_path / "disk")):
+        pass
+    [record] = [record for record in caplog.records if record.module == "disk"]
+    assert (
+        record.getMessage() == f"disk tier folder={tmp_path}/disk pages=0 used_bytes=0 max_bytes={64 * 2**20}"
+    )
+
+
+@pytest.mark.parametrize("trouble", ["a file for its pages", "in use"])
 def test_a_folder_that_will_not_do_is_one_warning_and_serving_goes_on(
     trouble: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,7 +185,8 @@ def test_a_folder_that_will_not_do_is_one_warning_and_serving_goes_on(
     if trouble == "in use":
         store = DiskStore(folder, 10**6)
     else:
-        folder.write_bytes(b"")
+        folder.mkdir()
+        (folder / "pages").write_bytes(b"")
     with caplog.at_level(logging.WARNING), Served(disk_config(folder)) as served:
         served.cached_tokens("x", range(100))
         assert served.tape.last.disk is None

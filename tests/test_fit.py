@@ -1,5 +1,6 @@
 """Settings that only the model shows to be wrong."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ from scheduling import make_config, make_tenant
 
 from mlxd.batching.errors import SettingError
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
-from mlxd.caches.sizing import GroupSpec, MemoryPlan, plan_memory
+from mlxd.caches.disk_store import DiskStore
+from mlxd.caches.sizing import GroupPlan, GroupSpec, MemoryPlan, plan_memory
 from mlxd.scheduler import cli
+from mlxd.scheduler.config import CacheConfig, DiskConfig
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.fit import check_shares, longest_context
+from mlxd.scheduler.fit import check_disk, check_shares, longest_context
 
 PAGE = 16
 
@@ -70,6 +73,58 @@ def test_an_engine_does_not_start_with_a_tenant_that_could_never_run() -> None:
     with Engine(config, runner_factory=lambda config, progress: FakeRunner(memory)) as engine:
         engine.start(lambda events: None)
         with pytest.raises(SettingError, match="kv_share is 1e-06"):
+            engine.wait_ready(5)
+
+
+@pytest.mark.parametrize(
+    ("path", "max_bytes", "message"),
+    [
+        ("{tmp}/new/folder", "2MiB", None),
+        ("{tmp}", "2MiB", None),
+        ("{tmp}", "1MiB", "max_bytes is 1MiB; one page of this model takes 1 MiB, and two must fit"),
+        ("{tmp}/file", "2MiB", "path is '{tmp}/file'; it is not a folder"),
+        ("{tmp}/file/below", "2MiB", "path is '{tmp}/file/below'; {tmp}/file is not a folder"),
+    ],
+    ids=["made later", "there", "too small", "a file", "below a file"],
+)
+def test_a_disk_is_a_folder_with_room_for_pages(
+    tmp_path: Path, path: str, max_bytes: str, message: str | None
+) -> None:
+    (tmp_path / "file").write_text("")
+    disk = DiskConfig(path=path.format(tmp=tmp_path), max_bytes=max_bytes)
+    group = GroupSpec(name="g", layers=(0,), window=None, page_size=PAGE, bytes_per_token=2**16)
+    memory = MemoryPlan(0, 2**30, 4, 160, PAGE, (GroupPlan(group, 8),))
+    if message is None:
+        check_disk(disk, memory)
+        return
+    with pytest.raises(SettingError, match=f"^{re.escape('cache.disk.' + message.format(tmp=tmp_path))}$"):
+        check_disk(disk, memory)
+
+
+def test_check_tells_what_the_disk_holds_and_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(tmp_path)
+    folder, missing = tmp_path / "prefixes", tmp_path / "later"
+    store = DiskStore(folder, 2**20)
+    store.write(b"key", [b"x" * 1536])
+    store.close()
+    for path, line in ((folder, "1 pages, 1.5 KiB of 4 MiB"), (missing, "0 pages, 0 B of 4 MiB")):
+        cache = CacheConfig(budget="8MiB", disk=DiskConfig(path=str(path), max_bytes="4MiB"))
+        config = replace(process_config(tmp_path, tmp_path), cache=cache)
+        assert cli.run(["check", str(write_config(tmp_path, config))]) == 0
+        assert f"disk           {path}: {line}" in capsys.readouterr().out.splitlines()
+    assert not missing.exists()
+
+
+def test_an_engine_does_not_start_with_a_disk_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = CacheConfig(disk=DiskConfig(path=str(tmp_path / "file"), max_bytes="1GiB"))
+    config = replace(make_config(), cache=cache)
+    memory = fake_memory(max_rows=2, max_model_len=64)
+    with Engine(config, runner_factory=lambda config, progress: FakeRunner(memory)) as engine:
+        engine.start(lambda events: None)
+        with pytest.raises(SettingError, match=r"cache.disk.path is .*; it is not a folder"):
             engine.wait_ready(5)
 
 
