@@ -265,8 +265,8 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     """The engine after its latest step. `tenants`: the asker alone, or all for an operator.
 
     `pages`: cache group -> pages held by rows, pages in all; `cached_pages`: those no row holds, kept for
-    later prompts. `disk`: for operators, where there is one. `fairness`: None where the asker is no operator.
-    Times in seconds, sizes in bytes.
+    later prompts. `disk`, where there is one, and `fairness` are for operators. Times in seconds, sizes in
+    bytes.
     """
 
     id: str
@@ -284,8 +284,8 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     kv_capacity_bytes: int
     pages: dict[str, tuple[int, int]]
     cached_pages: dict[str, int]
-    fairness: FairnessStats | None
     disk: DiskStatus | None = None
+    fairness: FairnessStats | None
     graph_compiles: int
     graph_retraces: int
     graph_failures: int

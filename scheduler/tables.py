@@ -163,8 +163,8 @@ def status_tables(
             (f"pages {name}", f"{held} of {total}, {status.cached_pages.get(name, 0)} cached")
             for name, (held, total) in status.pages.items()
         ),
-        *(() if status.fairness is None else _fairness(status.fairness)),
         *((("disk", _disk(status.disk)),) if status.disk is not None else ()),
+        *(() if status.fairness is None else _fairness(status.fairness)),
         ("memory", f"{show_bytes(status.memory_active_bytes)}, peak {show_bytes(status.memory_peak_bytes)}"),
         (
             "graphs",

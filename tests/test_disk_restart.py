@@ -157,6 +157,7 @@ def test_the_status_tells_operators_alone_of_the_disk(operator: bool, tmp_path: 
         "r",
         asker,
         config=config,
+        state="running",
         epoch="e",
         info=None,
         at=EngineSnapshot(disk=stats),
