@@ -127,8 +127,8 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Raises ValueError unless `path` is absolute, a home folder filled in; the text follows its name."""
         try:
             folder = Path(self.path).expanduser()
-        except RuntimeError as error:
-            raise ValueError(f"is {self.path!r}: {error}") from None
+        except RuntimeError:
+            raise ValueError(f"is {self.path!r}; there is no such home folder") from None
         if not folder.is_absolute() or "\0" in self.path:
             raise ValueError(f"is {self.path!r}; it must be an absolute path of a folder")
         return folder
