@@ -178,7 +178,7 @@ class Batch:
         request.transition(RequestState.PREEMPTED)
         request.num_preemptions += 1
         self.remove(request)
-        self._book.enqueue(request, step.planned_at)
+        self._admission.queue(request, step.planned_at)
         step.preempted.append(reason)
 
     def _make_way(self, step: Step, now: float) -> None:
