@@ -1,4 +1,4 @@
-"""Rows of models with every kind of state that made way, for shares and classes, go on as if nothing had been."""
+"""Rows with every kind of state that made way, for shares or classes, go on as if nothing had been."""
 
 import pytest
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ NUM_ROWS, MAX_TOKENS = 2, 48
 
 
 def draw(kind: str, priority: Priority | None, *, reuse: bool) -> tuple[World, list[list[int]]]:
-    """Tokens of two greedy requests; another tenant's come later and go before them, unless `priority` is None."""
+    """Tokens of two greedy requests; another tenant's come later and go before them: none for no `priority`."""
     runner_of(kind).reset()
     tenants = [make_tenant(name, max_priority="interactive") for name in "ab"]
     config = replace(
