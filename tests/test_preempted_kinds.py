@@ -14,7 +14,7 @@ NUM_ROWS, MAX_TOKENS = 2, 48
 
 
 def draw(kind: str, priority: Priority | None, *, reuse: bool) -> tuple[World, list[list[int]]]:
-    """Tokens of two greedy requests; another tenant's come later and go before them: none for no `priority`."""
+    """Tokens of two greedy requests; with `priority`, another tenant's come later and go before them."""
     runner_of(kind).reset()
     tenants = [make_tenant(name, max_priority="interactive") for name in "ab"]
     config = replace(
