@@ -19,7 +19,7 @@ _SMOOTHING = 0.1
 
 
 class Admission:
-    """Decides by memory, caps, class and policy; changes nothing but who is known to be held up, and by what.
+    """Decides by memory, caps, class and policy; keeps who is held up, and by what.
 
     Attributes:
         reserving: who was picked first lately, and waits for pages.
@@ -63,6 +63,16 @@ class Admission:
         if num_waiting >= self._max_waiting:
             return self._full(request, "the daemon's queue is full", num_waiting)
         return None
+
+    def queue(self, request: Request, now: float) -> None:
+        """Let it wait. Its tenant begins to compete where nothing of this class or a higher one waited.
+
+        Rows, and requests of lower classes, earn no credit: neither competed for what others got.
+        """
+        tenant = self._book[request.tenant]
+        if not tenant.queue.competes(request.priority):
+            self._policy.activate(tenant, self._book.peers(request))
+        self._book.enqueue(request, now)
 
     def never_fits(self, request: Request, tenant: Tenant) -> str:
         """Why it could not even enter alone; empty if it could."""

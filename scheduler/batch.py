@@ -144,19 +144,21 @@ class Batch:
                 return
 
     def _add_decode(self, step: Step, request: Request) -> None:
-        self._charge(step, self._book[request.tenant], step.add_decode(request))
+        prompt_tokens = step.add_decode(request)
+        if prompt_tokens:
+            self._charge(step, self._book[request.tenant], prompt_tokens)
 
     def _add_chunk(self, step: Step, request: Request, end: int) -> None:
         tenant = self._book[request.tenant]
         num_tokens = end - request.num_computed
         prompt_tokens = step.add_chunk(request, end)
         tenant.prefilled(request, num_tokens)
-        self._charge(step, tenant, prompt_tokens)
+        if prompt_tokens:
+            self._charge(step, tenant, prompt_tokens)
 
     def _charge(self, step: Step, tenant: Tenant, prompt_tokens: int) -> None:
-        if prompt_tokens:
-            self._policy.charge(tenant, prompt_tokens, 0)
-            self._book.use(tenant, prompt_tokens, step.planned_at)
+        self._policy.charge(tenant, prompt_tokens, 0)
+        self._book.use(tenant, prompt_tokens, step.planned_at)
 
     def _has_room(self, request: Request, end: int) -> bool:
         fits = self._space.grow(request, end)
@@ -178,7 +180,7 @@ class Batch:
         request.transition(RequestState.PREEMPTED)
         request.num_preemptions += 1
         self.remove(request)
-        self._book.enqueue(request, step.planned_at)
+        self._admission.queue(request, step.planned_at)
         step.preempted.append(reason)
 
     def _make_way(self, step: Step, now: float) -> None:

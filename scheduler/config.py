@@ -45,7 +45,9 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Budget = Annotated[str | int | float, Meta(extra={"allowed": ALLOWED_BUDGETS})]
 Size = Annotated[str | int, Meta(extra={"allowed": ALLOWED_SIZES})]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
-Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Cost = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Weight = Annotated[float, Meta(ge=1e-3, le=1e3)]
+"""So near that a token of the heaviest tenant still moves a counter as large as the lightest one's."""
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -106,8 +108,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prefill_ms: Annotated[float, Meta(ge=1, le=60_000)] = 250.0
     prefill_chunk: Literal["auto"] | Annotated[int, Meta(ge=16, le=65536)] = "auto"
     overcommit: Annotated[float, Meta(ge=1, le=16)] = 1.0
-    prompt_weight: Weight = 1.0
-    output_weight: Weight = 2.0
+    prompt_weight: Cost = 1.0
+    output_weight: Cost = 2.0
     cached_weight: Annotated[float, Meta(ge=0, le=1)] = 0.1
     ageing_s: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
     slice_tokens: Positive | None = 256

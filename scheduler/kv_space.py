@@ -142,6 +142,8 @@ class KvSpace:
         """
         row, start = request.row, request.num_computed
         assert row is not None
+        if start > request.prefill_end and start % self.plan.page_size and end % self.plan.page_size:
+            return True  # in the midst of a page a decode step changes nothing: all happens at its borders
         assert start >= row.num_reused, f"row {row.row_id} writes position {start} of a shared page"
         if self._recording is not None:
             self._recording.record(request, start)

@@ -63,19 +63,18 @@ class TenantQueue:
     Attributes:
         lanes: one a class.
         head: the next request; None where there is none.
-        num_risen: requests above their own class.
     """
 
-    __slots__ = ("_num", "head", "lanes", "num_risen")
+    __slots__ = ("_num_of_class", "_num_risen", "head", "lanes")
 
     def __init__(self) -> None:
         self.lanes = tuple(Lane() for _ in Priority)
         self.head: Request | None = None
-        self.num_risen = 0
-        self._num = 0
+        self._num_of_class = [0] * len(Priority)
+        self._num_risen = [0] * len(Priority)
 
     def __len__(self) -> int:
-        return self._num
+        return sum(self._num_of_class)
 
     def __contains__(self, request: Request) -> bool:
         return request in self.lanes[request.level]
@@ -89,13 +88,18 @@ class TenantQueue:
         self._count(request, -1)
 
     def _count(self, request: Request, change: int) -> None:
-        self._num += change
-        self.num_risen += change * (request.level < request.priority)
+        self._num_of_class[request.priority] += change
+        self._num_risen[request.level] += change * (request.level < request.priority)
         firsts = (lane.first for lane in self.lanes)
         self.head = next((first for first in firsts if first is not None), None)
 
     def to_rise(self, level: int) -> Request | None:
-        """The first request of a lane, if it may go to the class above: one at a time is above its own."""
-        request = self.lanes[level].first
-        is_free = request is not None and (not self.num_risen or request.level < request.priority)
-        return request if is_free else None
+        """The first request of a lane, if it may go to the class above: where no raised one is above it.
+
+        One beside it, or behind it, is no reason: neither would ever rise where higher classes never end.
+        """
+        return None if any(self._num_risen[:level]) else self.lanes[level].first
+
+    def competes(self, priority: Priority) -> bool:
+        """Whether a request of this class or a higher one is in it, its own and not one it was raised to."""
+        return any(self._num_of_class[: priority + 1])

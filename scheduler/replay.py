@@ -1,8 +1,9 @@
 """Recorded arrivals, given to tenants."""
 
 import csv
+import re
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -14,6 +15,8 @@ from mlxd.scheduler.config import Positive
 from mlxd.scheduler.errors import ConfigError
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MAX_LENGTH = 2**20
+"""Tokens of a prompt or an output, at most."""
 _BURSTY_WEIGHT = 3
 Scale = Annotated[float, Meta(gt=0, le=1e6)]
 
@@ -44,19 +47,37 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if number >= self.limit:
                 return
             try:
-                stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
-                num_prompt, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                stamp = _stamp(row["TIMESTAMP"])
+                begun = begun or stamp
+                if stamp < begun:
+                    raise ValueError(f"TIMESTAMP {row['TIMESTAMP'][:26]} is before that of the first row")
+                num_prompt, num_output = (
+                    self._tokens(row, "ContextTokens"),
+                    self._tokens(row, "GeneratedTokens"),
+                )
             except ValueError as error:
                 raise ConfigError(f"{path}:{number + 2}: {error}") from None
-            begun = begun or stamp
             at = (stamp - begun).total_seconds() * self.time_scale
             name = random.choices(tenants, weights)[0]
             if name in self.bursty:
                 at -= at % self.burst_s
-            yield name, at, self._scaled(num_prompt), self._scaled(num_output)
+            yield name, at, num_prompt, num_output
 
-    def _scaled(self, num_tokens: int) -> int:
-        return max(1, round(num_tokens * self.length_scale))
+    def _tokens(self, row: dict[str, str], column: str) -> int:
+        """Scaled. Raises ValueError."""
+        text = row[column]
+        if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+            raise ValueError(f"{column} is {text[:20]!r}; it must be a number of tokens")
+        scaled = max(1, round(int(text) * self.length_scale))
+        if scaled > MAX_LENGTH:
+            raise ValueError(f"{column} is {text}, with length_scale {scaled}; the limit is {MAX_LENGTH}")
+        return scaled
+
+
+def _stamp(text: str) -> datetime:
+    """UTC unless it says otherwise. Raises ValueError."""
+    stamp = datetime.fromisoformat(text[:26])
+    return stamp.replace(tzinfo=stamp.tzinfo or UTC)
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:

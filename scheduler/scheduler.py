@@ -106,13 +106,10 @@ class Scheduler:
         if refusal is not None:
             self._recorder.rejected(key.tenant, refusal.reason)
             return refusal
-        tenant = self.book[key.tenant]
-        if not tenant.queue:
-            self._policy.activate(tenant, self.book.peers(request))
         self._num_accepted += 1
         self._open[key] = request
         self._deadlines.add(request)
-        self.book.enqueue(request, submission.arrived_at)
+        self._admission.queue(request, submission.arrived_at)
         self._recorder.accepted(key.tenant)
         return Accepted(key)
 
@@ -260,6 +257,7 @@ class Scheduler:
 
     def _accept(self, request: Request, result: RowResult, now: float, events: list[Event]) -> None:
         if result.fault is not None:
+            self.book.lose_token(request)
             events.append(self._fail(request, result.fault, now))
             return
         request.output.append(result.token)

@@ -22,8 +22,8 @@ def type_at(target: type, keys: Sequence[str | int]) -> Type:
                 kind for kind in info.types if isinstance(kind, inspect.VarTupleType | inspect.StructType)
             )
         if isinstance(key, int):
-            assert isinstance(info, inspect.VarTupleType | inspect.ListType)
-            info = info.item_type
+            assert isinstance(info, inspect.VarTupleType | inspect.ListType | inspect.TupleType)
+            info = info.item_types[key] if isinstance(info, inspect.TupleType) else info.item_type
         else:
             info = next(field.type for field in _fields(info) if field.name == key)
     return info
@@ -63,6 +63,8 @@ def describe(info: Type) -> str:
             return "text" + _text_limits(info)
         case inspect.VarTupleType() | inspect.ListType():
             return "a list" + _lengths(info.min_length, info.max_length, "entries")
+        case inspect.TupleType():
+            return f"a list of {len(info.item_types)} entries"
         case inspect.BoolType():
             return "true or false"
         case inspect.NoneType():

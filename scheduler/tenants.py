@@ -203,6 +203,12 @@ class TenantBook:
         if tenant.bucket is not None:
             tenant.bucket.release(request.num_inflight)
 
+    def lose_token(self, request: Request) -> None:
+        """A token in flight went wrong and will not count. A row's are released when it leaves."""
+        bucket = self._tenants[request.tenant].bucket
+        if bucket is not None and request.row is None:
+            bucket.release(1)
+
     def use(self, tenant: Tenant, num_tokens: int, now: float) -> None:
         """Prompt or generated tokens were computed for a tenant, or found."""
         if tenant.bucket is not None:

@@ -11,24 +11,17 @@ import msgspec
 from msgspec import Meta
 
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler.config import (
-    Name,
-    Positive,
-    SchedulerConfig,
-    Seconds,
-    TenantLimits,
-    limit_problems,
-)
+from mlxd.scheduler.config import Name, SchedulerConfig, Seconds, TenantLimits, limit_problems
 from mlxd.scheduler.cost_model import CostModel
 from mlxd.scheduler.document import Keys, parse_document, read_text
 from mlxd.scheduler.events import RequestKey, Submission
 from mlxd.scheduler.messages import DeadlineMs
 from mlxd.scheduler.priority import Priority, PriorityName
-from mlxd.scheduler.replay import Replay
+from mlxd.scheduler.replay import MAX_LENGTH, Replay
 
 STOP_TOKEN = 1
 MAX_ARRIVALS = 1_000_000
-Length = Annotated[int, Meta(ge=1, le=2**20)]
+Length = Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +45,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     per_s: Annotated[float, Meta(gt=0, le=1e5)]
     until_s: Seconds
     from_s: Seconds = 0.0
-    burst: Positive = 1
+    burst: Annotated[int, Meta(ge=1, le=MAX_ARRIVALS)] = 1
     prompt_tokens: tuple[Length, Length]
     output_tokens: tuple[Length, Length]
     max_tokens: Length | None = None
@@ -131,6 +124,9 @@ def _problems(trace: Trace) -> Iterator[tuple[Keys, str]]:
                 ("load", index, "per_s"),
                 f"makes about {num_arrivals:.0f} requests; the limit is {MAX_ARRIVALS}",
             )
+    for index, name in enumerate(trace.replay.bursty if trace.replay is not None else ()):
+        if name not in names:
+            yield ("replay", "bursty", index), f"is {name!r}; tenants has no such name"
     if not trace.load and trace.replay is None:
         yield ("load",), "is empty and there is no replay; one of them must send requests"
 

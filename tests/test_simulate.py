@@ -16,6 +16,7 @@ from mlxd.scheduler.trace import Trace
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "traces"
 TENANTS = "version: 1\ntenants: [{name: a}, {name: b}]\n"
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 LOAD = "{tenant: a, per_s: 5, until_s: 4, prompt_tokens: [1, 9], output_tokens: [1, 5]}"
 
 
@@ -55,6 +56,13 @@ def load(old: str = "", new: str = "") -> str:
         (load("tenant: a", "tenant: c"), "load[0].tenant is 'c'; tenants has no such name"),
         (load("until_s: 4", "until_s: 0"), "load[0].until_s is 0; it must be above from_s, 0"),
         (load("[1, 9]", "[9, 1]"), "load[0].prompt_tokens is [9, 1]; the first must not be above"),
+        (load("[1, 9]", "[1]"), "load[0].prompt_tokens is a list of 1; it must be a list of 2 entries"),
+        (load("[1, 9]", "[1, x]"), "load[0].prompt_tokens[1] is 'x'; it must be an integer >= 1"),
+        (
+            load("per_s: 5", "per_s: 5, burst: 1000001"),
+            "burst is 1000001; it must be an integer >= 1 and <= 1",
+        ),
+        (f"{TENANTS}replay: {{csv: r.csv, bursty: [a, c]}}", "replay.bursty[1] is 'c'; tenants has no such"),
         (load("per_s: 5", "per_s: 5, max_tokens: 2"), "max_tokens is 2; output_tokens go to 5"),
         (load("per_s: 5", "per_s: 0"), "load[0].per_s is 0; it must be a number > 0"),
         (load("until_s: 4", "until_s: 80000").replace("per_s: 5", "per_s: 90"), "the limit is 1000000"),
@@ -76,19 +84,29 @@ def test_a_wrong_trace_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("TIMESTAMP,ContextTokens\n", "recorded.csv:1: the column GeneratedTokens is missing"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n", "recorded.csv:2: Invalid isoformat"),
+        ("TIMESTAMP,ContextTokens\n", "1: the column GeneratedTokens is missing"),
+        (f"{HEADER}noon,1,2\n", "2: Invalid isoformat"),
+        (f"{HEADER}2023-11-16 18:15:46,x,2\n", "2: ContextTokens is 'x'; it must be a number of tokens"),
+        (f"{HEADER}2023-11-16 18:15:46,1,-2\n", "2: GeneratedTokens is '-2'; it must be a number of tokens"),
+        (f"{HEADER}2023-11-16 18:15:46\n", "2: ContextTokens is ''; it must be a number of tokens"),
         (
-            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,2\n",
-            "recorded.csv:2: invalid literal",
+            f"{HEADER}2023-11-16 18:15:46,{9**99},2\n",
+            "2: ContextTokens is '29512665430652752148'; it must be",
         ),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46\n", "recorded.csv:2: invalid literal"),
+        (
+            f"{HEADER}2023-11-16 18:15:46,1048577,2\n",
+            "2: ContextTokens is 1048577, with length_scale 1048577;",
+        ),
+        (
+            f"{HEADER}2023-11-16 18:15:46,1,2\n2023-11-16 18:15:46+01:00,1,2\n",
+            "3: TIMESTAMP 2023-11-16 18:15:46+01:00 is before that of the first row",
+        ),
     ],
 )
 def test_a_wrong_recording_is_told_with_its_line(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "recorded.csv").write_text(content)
     trace = Trace.load_file(write(tmp_path, f"{TENANTS}replay: {{csv: recorded.csv}}"))
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(f"recorded.csv:{message}")):
         trace.arrivals(tmp_path)
 
 
