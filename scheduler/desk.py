@@ -285,7 +285,7 @@ class Desk:
     def _end(self, stream: Stream) -> None:
         """It has its terminal message, or nobody wants it."""
         self._open.remove(stream)
-        stream.answer = None
+        stream.answer = stream.message = None
         if stream.is_wanted:
             self._journal.end(stream.key, stream.transcript)
             self._kept.add(stream, asyncio.get_running_loop().time())

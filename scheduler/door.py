@@ -22,6 +22,8 @@ from mlxd.scheduler.zap import ZAP_DOMAIN
 SEND_HIGH_WATER_MARK = 64
 RECEIVE_HIGH_WATER_MARK = 8
 MAX_STRANGERS = 256
+KEPT_SHARE = 0.25
+"""Part of `max_clients` that is kept, where need be, for tenants without a client."""
 HELLO_WITHIN_S = 5.0
 HANDSHAKE_MS = 3_000
 LINGER_MS = 2_000
@@ -88,16 +90,25 @@ class Door:
         peer, *frames = await self._socket.recv_multipart(copy=False)
         return self._connections.sender(frames[0], peer.bytes), [frame.bytes for frame in frames]
 
-    def admit(self, session: Session, tenant: TenantConfig, proof: str = "") -> None:
+    def admit(
+        self, session: Session, tenant: TenantConfig, proof: str = "", *, others_without: int = 0
+    ) -> None:
         """Make a stranger a client of the tenant that `proof` shows.
 
+        Args:
+            others_without: tenants without a client here, where this one has some; a part of `max_clients` is
+                kept for them.
         Raises:
-            ProtocolError: "too_many_clients": there are `max_clients` already.
+            ProtocolError: "too_many_clients": there are as many as may be.
         """
         assert not session.gone, "what is gone never comes back"
         limit = self._config.max_clients
-        if session.tenant is None and len(self.clients) >= limit:
-            raise ProtocolError("too_many_clients", f"{limit} clients are connected, which is the limit")
+        num_kept = min(others_without, int(limit * KEPT_SHARE))
+        if session.tenant is None and len(self.clients) >= limit - num_kept:
+            text = (
+                f"{len(self.clients)} clients are connected, of {limit}; {num_kept} places are other tenants'"
+            )
+            raise ProtocolError("too_many_clients", text)
         self._connections.welcome(session)
         self.clients.add(session)
         session.tenant, session.proof = tenant, proof

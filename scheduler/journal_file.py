@@ -116,7 +116,7 @@ class JournalFile:
         except OSError as error:
             raise self._problem(error.strerror or str(error)) from None
         except sqlite3.DatabaseError as error:
-            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            if _code_of(error) == sqlite3.SQLITE_BUSY:
                 raise self._problem("another process uses it") from None
             raise self._problem(f"{error}; move it away to begin a new one") from None
 
@@ -153,14 +153,14 @@ class JournalFile:
         Raises:
             ConfigError: something in it cannot be read.
         """
-        rows = self._db.execute(
-            "SELECT tenant, id, digest, is_whole, message, starts, ended_at, record FROM requests"
-            " ORDER BY ended_at IS NULL, ended_at, rowid"
-        )
         with self._opening():
+            rows = self._db.execute(
+                "SELECT tenant, id, digest, is_whole, message, starts, ended_at, record FROM requests"
+                " ORDER BY ended_at IS NULL, ended_at, rowid"
+            )
             try:
                 return [_entry(*row) for row in rows]
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, TypeError, ValueError) as error:
                 raise self._problem(f"has an entry that cannot be read: {error}") from None
 
     def write(self, changes: Sequence[Change]) -> None:
@@ -175,7 +175,7 @@ class JournalFile:
         except sqlite3.DatabaseError as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            is_full = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
+            is_full = _code_of(error) == sqlite3.SQLITE_FULL
             raise JournalError("journal_full" if is_full else "journal_failed", str(error)) from None
 
     def _apply(self, change: Change) -> None:
@@ -201,6 +201,12 @@ class JournalFile:
         self._db.close()
 
 
+def _code_of(error: sqlite3.DatabaseError) -> int:
+    """SQLite's primary code; SQLITE_ERROR for an error of Python's module itself."""
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code & 0xFF
+
+
 _encode: Callable[[Generate | Record], bytes] = msgspec.msgpack.Encoder().encode
 _decode_message = msgspec.msgpack.Decoder(Generate).decode
 _decode_record = msgspec.msgpack.Decoder(Record).decode
@@ -216,6 +222,8 @@ def _entry(
     ended_at: float | None,
     record: bytes | None,
 ) -> Entry:
+    if message is None and record is None:
+        raise ValueError("it has neither a message nor a record")
     return Entry(
         key=RequestKey(tenant, request_id),
         digest=digest,

@@ -14,8 +14,8 @@ from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.snapshot import SnapshotMaker
 
 _STOPPED = "the daemon stopped"
-_LONGEST_WAIT_S = 1.0
-"""Between two snapshots while requests wait for time to pass."""
+_LONGEST_WAIT_S = 0.5
+"""Between two snapshots while requests wait for time to pass; well below the shortest `step_timeout_s`."""
 _LAST_SAVES = 32
 """Times that pages are handed to the disk before the end: a second or two where it hangs."""
 

@@ -30,7 +30,7 @@ class Reception:
         bad_frames: BadFrames,
         end_requests: Callable[[Session, str], None],
     ) -> None:
-        self._credentials = Credentials(tenants)
+        self._credentials, self._num_tenants = Credentials(tenants), len(tenants)
         self._bad_frames = bad_frames
         self._end_requests = end_requests
         self._loop = asyncio.get_running_loop()
@@ -57,12 +57,17 @@ class Reception:
             raise ProtocolError("forbidden", "this connection belongs to another tenant")
         if hello.tenant not in ("", tenant.name):
             raise ProtocolError("forbidden", "this credential belongs to another tenant", field="tenant")
-        door.admit(session, tenant, proof)
+        door.admit(session, tenant, proof, others_without=self._others_without(door, tenant))
         return tenant
+
+    def _others_without(self, door: Door, tenant: TenantConfig) -> int:
+        """Tenants that have no client at `door`, where this one has."""
+        present = {session.tenant.name for session in door.clients if session.tenant is not None}
+        return max(0, self._num_tenants - len(present)) if tenant.name in present else 0
 
     def update(self, tenants: Sequence[TenantConfig], doors: Sequence[Door]) -> None:
         """Take new tenants. Clients whose credential is none any more are told so and closed."""
-        self._credentials = Credentials(tenants)
+        self._credentials, self._num_tenants = Credentials(tenants), len(tenants)
         for door in doors:
             for session in tuple(door.clients):
                 tenant = self._credentials.holder_of(session.proof)

@@ -7,11 +7,13 @@ from mlxd.scheduler.stream import Stream
 
 _STREAM_BYTES = 1024
 _PIECE_BYTES = 128
-"""What Python needs to hold a stream and each of its pieces, besides the text."""
+_LOGPROB_BYTES = 104
+"""What Python needs to hold a stream, each of its pieces and of their log-probabilities, besides what they
+take on the wire."""
 
 
 class Retention:
-    """Keeps ended streams for a time, the newest of them where they are too many bytes.
+    """Keeps ended streams for a time, the newest of them where they are too many bytes, and always the last.
 
     Args:
         max_age_s, max_bytes: of each, and of all together.
@@ -37,7 +39,7 @@ class Retention:
         assert stream.key not in self._kept, "an id is used again only once it is forgotten"
         self._kept[stream.key] = stream, ended_at
         self._num_bytes += _size(stream)
-        while self._num_bytes > self._max_bytes:
+        while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             self._drop_oldest()
 
     def expire(self, now: float) -> None:
@@ -56,4 +58,5 @@ class Retention:
 
 def _size(stream: Stream) -> int:
     transcript = stream.transcript
-    return _STREAM_BYTES + _PIECE_BYTES * len(transcript) + transcript.num_bytes
+    overhead = _STREAM_BYTES + _PIECE_BYTES * len(transcript) + _LOGPROB_BYTES * transcript.num_logprobs
+    return overhead + transcript.num_bytes

@@ -125,8 +125,8 @@ class Server:
                 self._engine.start(frontend.post, self._on_progress)
                 exit_code = await self._live(frontend, serving, journal, metrics)
             finally:
-                stopped = await self._stop(frontend, serving)
-        exit_code = exit_code if stopped else exit_code or EXIT_FAILED
+                await self._stop(frontend, serving)
+        exit_code = exit_code or (EXIT_FAILED if self.left_engine_behind else 0)
         logger.info("ended exit_code=%d", exit_code)
         return exit_code
 
@@ -197,8 +197,8 @@ class Server:
         if curve is not None:
             logger.info("encrypted submit=%s control=%s", curve.submit, curve.control)
 
-    async def _stop(self, frontend: Frontend, serving: asyncio.Task[None]) -> bool:
-        """End what is open, the engine and the sockets. False: the engine hangs and was left behind."""
+    async def _stop(self, frontend: Frontend, serving: asyncio.Task[None]) -> None:
+        """End what is open, the engine, which is left behind where it hangs, and the sockets."""
         asked = time.monotonic()
         # The engine's last events are posted before its thread ends, so they are delivered by then.
         while not (stopped := await asyncio.to_thread(self._engine.stop, POLL_S)):
@@ -214,7 +214,6 @@ class Server:
         serving.cancel()
         await asyncio.wait([serving])
         await frontend.close()
-        return stopped
 
     async def _until(self, condition: Callable[[], bool], serving: asyncio.Task[None]) -> None:
         """Returns early when a drain is asked; raises what ended the frontend."""

@@ -30,10 +30,12 @@ class Transcript:
 
     Attributes:
         terminal: None while the request is open.
+        num_logprobs: of drawn tokens and of likely ones, together.
     """
 
     def __init__(self, request_id: str) -> None:
         self.terminal: wire.Terminal | None = None
+        self.num_logprobs = 0
         self._id = request_id
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -66,7 +68,9 @@ class Transcript:
         for index, piece in enumerate(texts):
             end += _TOKEN_BYTES + len(piece.encode())
             if logprobs:
-                end += _LOGPROB_BYTES * (1 + len(logprobs[index].top))
+                num_logprobs = 1 + len(logprobs[index].top)
+                self.num_logprobs += num_logprobs
+                end += _LOGPROB_BYTES * num_logprobs
             self._texts.append(piece)
             self._ends.append(end)
 

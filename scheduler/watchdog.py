@@ -12,6 +12,9 @@ from mlxd.scheduler.journal import JournalWriter, NoJournal
 class Watchdog:
     """Looks from outside; whoever asks must be on another thread than those that are watched.
 
+    Time that nobody looked for does not count: a process that was stopped, or whose machine slept, made no
+    step either.
+
     Args:
         timeout_s: longest time that a step, or a write of the journal, may take. Loading is not watched.
     """
@@ -20,12 +23,17 @@ class Watchdog:
         self._engine = engine
         self._journal = journal
         self._timeout_s = timeout_s
+        self._looked_at = self._looking_since = engine.clock()
 
     def fault(self) -> str:
-        """What hangs or is dead; "" where nothing is."""
-        return self._engine_fault() or self._journal_fault()
+        """What hangs or is dead; "" where nothing is. To be called many times within `timeout_s`."""
+        now = self._engine.clock()
+        if now - self._looked_at > self._timeout_s / 2:
+            self._looking_since = now
+        self._looked_at = now
+        return self._engine_fault(now) or self._journal_fault(now)
 
-    def _engine_fault(self) -> str:
+    def _engine_fault(self, now: float) -> str:
         snapshot = self._engine.snapshot
         if snapshot.state in ("failed", "stopped"):
             return ""
@@ -33,15 +41,15 @@ class Watchdog:
             # It may have told its end between the two looks.
             is_told = self._engine.snapshot.state in ("failed", "stopped")
             return "" if is_told else "the engine's thread ended without a word"
-        still_s = stalled_s(snapshot, self._engine.clock())
+        still_s = min(stalled_s(snapshot, now), now - self._looking_since)
         return (
             f"no step for {still_s:.1f} s (limit {self._timeout_s:g} s)" if still_s > self._timeout_s else ""
         )
 
-    def _journal_fault(self) -> str:
+    def _journal_fault(self, now: float) -> str:
         if not self._journal.is_alive:
             return "the journal's thread ended without a word"
-        busy_s = self._journal.busy_s
+        busy_s = min(self._journal.busy_s, now - self._looking_since)
         if busy_s > self._timeout_s:
             return f"the journal's write takes {busy_s:.1f} s (limit {self._timeout_s:g} s)"
         return ""

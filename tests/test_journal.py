@@ -1,5 +1,7 @@
 """Durable requests: what was accepted is answered, whatever happens to the process in between."""
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,8 @@ from fault_process import NUM_TOKENS, body, durable_config, expected, fault_proc
 from msgspec.structs import replace
 from wire_daemon import TERMINAL, daemon_of, runner, wait_until
 
-from mlxd.scheduler.journal_file import JournalFile
+from mlxd.scheduler import journal
+from mlxd.scheduler.journal_file import Change, End, JournalFile
 
 
 def open_entries(path: Path) -> list[tuple[str, bool]]:
@@ -112,6 +115,25 @@ def test_a_full_journal_rejects_and_what_runs_goes_on(tmp_path: Path) -> None:
         peer.send("generate", id="later", **body(1))
         assert peer.until_terminal("later")[-1]["type"] == "done"
     assert served.exit_code == 0
+
+
+def test_a_journal_that_hangs_at_the_end_is_no_good_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "CLOSE_TIMEOUT_S", 0.1)
+    is_free, write = threading.Event(), JournalFile.write
+
+    def write_when_free(file: JournalFile, changes: Sequence[Change]) -> None:
+        if any(isinstance(change, End) for change in changes):
+            is_free.wait()
+        write(file, changes)
+
+    monkeypatch.setattr(JournalFile, "write", write_when_free)
+    with daemon_of(durable_config(tmp_path), runner()) as served, served.submit() as peer:
+        peer.send("generate", id="a", **body(1))
+        assert peer.until_terminal("a")[-1]["type"] == "done"
+    is_free.set()
+    assert served.exit_code == 1
 
 
 def test_requests_of_a_tenant_that_is_no_more_are_dropped(tmp_path: Path) -> None:

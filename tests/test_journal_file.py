@@ -143,6 +143,10 @@ BAD_FILES = {
         "is a database of something else",
     ),
     "other entry": (lambda path: execute(path, "UPDATE requests SET message = x'c1'"), "cannot be read"),
+    "other type": (lambda path: execute(path, "UPDATE requests SET message = 5"), "cannot be read"),
+    "no message": (lambda path: execute(path, "UPDATE requests SET message = NULL"), "cannot be read"),
+    "no text": (lambda path: execute(path, "UPDATE requests SET tenant = x'ff' || ''"), "move it away"),
+    "other table": (lambda path: execute(path, "ALTER TABLE requests RENAME id TO number"), "move it away"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
 }
 

@@ -3,6 +3,7 @@
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,20 @@ def test_a_full_queue_is_an_answer_with_a_time_to_come_back(tmp_path: Path) -> N
     rejected = [m for m in ends.values() if m["type"] == "rejected"]
     assert 0 < 20 - len(rejected) <= 4
     assert all(m["reason"] == "queue_full" and m["retryable"] and m["retry_after_ms"] > 0 for m in rejected)
+
+
+def test_a_tenant_with_many_clients_leaves_a_place_to_each_that_has_none(tmp_path: Path) -> None:
+    with daemon(tmp_path, max_clients=8) as served, ExitStack() as held:
+
+        def greeting(tenant: str) -> str:
+            peer = held.enter_context(Peer(served.config.server.submit))
+            reply = peer.ask("hello", v=1, token=token(tenant))
+            return str(reply.get("code", reply["type"]))
+
+        wait_until(lambda: served.metric("mlxd_clients_connected") == 0)
+        assert [greeting("acme") for _ in range(7)] == ["hello"] * 6 + ["too_many_clients"]
+        assert [greeting("beta") for _ in range(2)] == ["hello", "too_many_clients"]
+        assert [greeting("admin") for _ in range(2)] == ["hello", "too_many_clients"]
 
 
 def test_more_clients_than_allowed_are_turned_away(tmp_path: Path) -> None:

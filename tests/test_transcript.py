@@ -1,5 +1,8 @@
 """What was answered, told again from any piece on; and what is kept of it."""
 
+import tracemalloc
+from itertools import count
+
 import pytest
 from msgspec import UNSET
 
@@ -96,6 +99,31 @@ def test_the_oldest_go_first_by_age_and_by_size() -> None:
     assert dropped == streams[:1]
     kept.expire(11.5)
     assert dropped == streams[:2]
-    kept.add(stream(5, "x" * 5_000), 12.0)
-    assert len(kept) == 0
+    large = stream(5, "x" * 5_000)
+    kept.add(large, 12.0)
     assert kept.get(streams[3].key) is None
+    assert kept.get(large.key) is large
+    kept.add(stream(6), 12.0)
+    assert dropped[-1] is large
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 5, 20])
+def test_what_is_kept_takes_about_as_much_memory_as_is_counted(num_top: int | None) -> None:
+    def answer(number: int) -> Stream:
+        made = stream(number)
+        for token in range(1_000, 1_060):
+            top = tuple((token + rank, rank / 7) for rank in range(num_top or 0))
+            logprobs = () if num_top is None else (TokenLogprobs(token / 7, top),)
+            made.transcript.add(f"word {token}", (token,), logprobs)
+        return made
+
+    dropped: list[Stream] = []
+    kept = Retention(10.0, 1_000_000, dropped.append)
+    tracemalloc.start()
+    for number in count():
+        kept.add(answer(number), 0.0)
+        if dropped:
+            break
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.7e6 < num_bytes < 1.3e6

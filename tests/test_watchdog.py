@@ -2,25 +2,37 @@
 
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wire_daemon import daemon, runner
+from msgspec.structs import replace
+from wire_daemon import config, daemon, daemon_of, runner
 
 from mlxd.batching.fake_runner import FakeRunner
 from mlxd.metrics.stats import EngineSnapshot
+from mlxd.scheduler.config import SchedulerConfig
 from mlxd.scheduler.watchdog import Watchdog, stacks
 
 LIMIT_S = 10.0
 NOW = 1_000.0
 
 
-def fault(*, is_alive: bool = True, journal: Any = None, **snapshot: Any) -> str:
-    engine = SimpleNamespace(snapshot=EngineSnapshot(**snapshot), is_alive=is_alive, clock=lambda: NOW)
+def fault(
+    *, is_alive: bool = True, journal: Any = None, looks: Sequence[float] = range(-20, 1), **snapshot: Any
+) -> str:
+    """What is seen at the last of `looks`, seconds from NOW on; it does not change meanwhile."""
+    times = [NOW + look for look in looks]
+    engine = SimpleNamespace(snapshot=EngineSnapshot(**snapshot), is_alive=is_alive, clock=lambda: times[0])
     quiet = SimpleNamespace(is_alive=True, busy_s=0.0)
-    return Watchdog(engine, journal or quiet, LIMIT_S).fault()  # type: ignore[arg-type]
+    watchdog = Watchdog(engine, journal or quiet, LIMIT_S)  # type: ignore[arg-type]
+    while len(times) > 1:
+        times.pop(0)
+        found = watchdog.fault()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -52,6 +64,34 @@ def test_an_engine_hangs_where_work_waits_for_too_long(snapshot: dict[str, Any],
 )
 def test_a_journal_hangs_where_a_write_takes_too_long(is_alive: bool, busy_s: float, expected: str) -> None:
     assert fault(state="running", journal=SimpleNamespace(is_alive=is_alive, busy_s=busy_s)) == expected
+
+
+@pytest.mark.parametrize(
+    ("looks", "is_fault"),
+    [
+        ((-60, -59, 0), False),
+        ((-60, -59, -5, 0), False),
+        ((-60, -59, -9, -5, 0, 3), True),
+        ((-60, *range(-11, 1, 5), 0), True),
+    ],
+)
+def test_time_in_which_the_process_was_stopped_does_not_count(looks: Sequence[float], is_fault: bool) -> None:
+    hung = {"state": "running", "running": 1, "last_step_at": NOW - 60}
+    slow = SimpleNamespace(is_alive=True, busy_s=60.0)
+    assert bool(fault(looks=looks, **hung)) is is_fault
+    assert bool(fault(looks=looks, state="running", journal=slow)) is is_fault
+
+
+def test_waiting_for_a_minutes_tokens_is_no_hang(tmp_path: Path) -> None:
+    made = config(tmp_path, {"tokens_per_minute": 100})
+    made = replace(made, scheduler=SchedulerConfig(step_timeout_s=1.0))
+    with daemon_of(made, runner()) as served, served.submit() as peer:
+        for name in "ab":
+            peer.send("generate", id=name, prompt="hello", sampling={"max_tokens": 60})
+        peer.until_terminal("a")
+        time.sleep(1.5)
+        assert peer.ask("cancel", id="b")["result"] == "cancelling"
+        assert peer.until_terminal("b")[-1]["type"] == "cancelled"
 
 
 def test_stacks_name_each_thread_and_where_it_is() -> None:
