@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from severed import Relay
-from wire_daemon import TERMINAL, daemon, runner, token, tokenizer, wait_until
+from wire_daemon import daemon, runner, token, tokenizer, wait_until
 
 from mlxd.batching.fake_runner import fake_completion
 from mlxd.batching.sampling_params import SamplingParams
@@ -128,14 +128,9 @@ def test_ended_requests_are_kept_up_to_a_time_and_a_size(tmp_path: Path) -> None
 
 def test_an_answer_larger_than_all_that_is_kept_comes_whole(tmp_path: Path) -> None:
     with daemon(tmp_path, retention_bytes=4096) as served, served.submit() as peer:
-        for name in "ab":
-            peer.send("generate", id=name, **BODY)
-        ends: dict[str, str] = {}
-        while len(ends) < 2:
-            message = peer.receive()
-            if message["type"] in TERMINAL:
-                ends[message["id"]] = message["type"]
-    assert ends == {"a": "done", "b": "done"}
+        peer.send("generate", id="a", **BODY)
+        messages = peer.until_terminal("a")
+    assert (tokens(messages), messages[-1]["type"]) == (EXPECTED, "done")
 
 
 def test_chunks_wait_for_credit_and_come_together(tmp_path: Path) -> None:
