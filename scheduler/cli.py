@@ -200,7 +200,9 @@ def status(
     timeout_s: opt.TimeoutS = 5.0,
     wait_s: opt.WaitS = 0.0,
 ) -> None:
-    """Show the daemon's state: tenants, rows, pages, compiled graphs.
+    """Show the daemon's state and your own requests.
+
+    An operator sees all tenants, pages, memory and compiled graphs.
 
     Example: mlxd status --watch
     """

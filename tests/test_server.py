@@ -452,8 +452,10 @@ def test_status_shows_a_tenant_itself_and_an_operator_everyone(tmp_path: Path) -
     assert (sorted(everyone.tenants), everyone.running) == (sorted(TENANTS), 1)
     assert everyone.tenants["beta"].running == 1
     assert everyone.model == "fake"
-    assert everyone.kv_reserved_bytes > 0
-    assert everyone.last_step_age_s is not None
+    assert mine.engine is None
+    assert everyone.engine is not None
+    assert everyone.engine.kv_reserved_bytes > 0
+    assert everyone.engine.last_step_age_s is not None
 
 
 def test_the_log_says_what_is_served_and_how_it_ended(
