@@ -14,7 +14,7 @@ from mlxd.scheduler import client_verbs, daemon_verbs, keys, simulate_verb, toke
 from mlxd.scheduler import options as opt
 from mlxd.scheduler.client_verbs import Access
 from mlxd.scheduler.errors import ConfigError
-from mlxd.scheduler.login import Login
+from mlxd.scheduler.identity import identify
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -268,11 +268,8 @@ def _access(
     timeout_s: float,
     wait_s: float = 0.0,
 ) -> Access:
-    """Raises ConfigError where there is no credential, or a file is no good."""
-    has_keys = key is not None or server_key is not None
-    if not has_keys or tenant_key is not None:
-        token = tokens.read_token(token, tenant_key)
-    return Access(endpoint, Login.of(token or None, key, server_key), timeout_s, wait_s)
+    """Raises ConfigError where there is no credential, there are two, or a file is no good."""
+    return Access(endpoint, identify(token, tenant_key, key, server_key, os.environ), timeout_s, wait_s)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -54,7 +54,7 @@ Endpoint = Annotated[
 ]
 Token = Annotated[
     str | None,
-    typer.Option(metavar="TOKEN", envvar="MLXD_TOKEN", help="The tenant's token.", show_default=False),
+    typer.Option(metavar="TOKEN", help="The tenant's token; or set MLXD_TOKEN.", show_default=False),
 ]
 TenantKey = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Read the token from this file.", show_default=False)
@@ -62,7 +62,7 @@ TenantKey = Annotated[
 KeyFile = Annotated[
     Path | None,
     typer.Option(
-        "--key", metavar="FILE", envvar="MLXD_KEY", help="With CURVE: your secret key.", show_default=False
+        "--key", metavar="FILE", help="With CURVE: your secret key; or set MLXD_KEY.", show_default=False
     ),
 ]
 ServerKeyFile = Annotated[
@@ -70,8 +70,7 @@ ServerKeyFile = Annotated[
     typer.Option(
         "--server-key",
         metavar="FILE",
-        envvar="MLXD_SERVER_KEY",
-        help="With CURVE: the daemon's public key.",
+        help="With CURVE: the daemon's public key; or set MLXD_SERVER_KEY.",
         show_default=False,
     ),
 ]
