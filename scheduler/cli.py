@@ -129,9 +129,11 @@ def generate(
     logprobs: opt.Logprobs = None,
     priority: opt.PriorityOption = "normal",
     deadline_s: opt.DeadlineS = None,
+    request_id: opt.RequestId = None,
     as_json: opt.AsJson = False,
     timeout_s: opt.TimeoutS = 30.0,
     wait_s: opt.WaitS = 0.0,
+    resume_s: opt.ResumeS = 0.0,
 ) -> None:
     """Complete each PROMPT; several run at once.
 
@@ -139,7 +141,9 @@ def generate(
     """
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs shows in JSON alone; add --json")
-    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s)
+    if request_id is not None and len(prompts) > 1:
+        raise ConfigError(f"--id names one request; there are {len(prompts)} prompts")
+    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s, resume_s)
     sampling = opt.sampling_of(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -155,9 +159,35 @@ def generate(
     )
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     deadline_ms = None if deadline_s is None else round(1000 * deadline_s)
-    inputs = [client_verbs.Input(text, chat, system, priority, deadline_ms) for text in texts]
+    inputs = [
+        client_verbs.Input(text, chat, system, priority, deadline_ms, request_id or client_verbs.new_id())
+        for text in texts
+    ]
     if not client_verbs.generate(access, inputs, sampling, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def resume(
+    request_id: opt.KnownId,
+    seq: opt.Seq = 0,
+    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
+    token: opt.Token = None,
+    tenant_key: opt.TenantKey = None,
+    key: opt.KeyFile = None,
+    server_key: opt.ServerKeyFile = None,
+    timeout_s: opt.TimeoutS = 30.0,
+    wait_s: opt.WaitS = 0.0,
+    resume_s: opt.ResumeS = 0.0,
+) -> None:
+    """Print the answer to a request that was sent before.
+
+    The daemon knows those that run, and for a time those that ended; with a journal also after a crash.
+
+    Example: mlxd resume story-1 --wait 60
+    """
+    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s, resume_s)
+    client_verbs.resume(access, request_id, seq)
 
 
 @app.command()
@@ -267,9 +297,11 @@ def _access(
     server_key: Path | None,
     timeout_s: float,
     wait_s: float = 0.0,
+    resume_s: float = 0.0,
 ) -> Access:
     """Raises ConfigError where there is no credential, there are two, or a file is no good."""
-    return Access(endpoint, identify(token, tenant_key, key, server_key, os.environ), timeout_s, wait_s)
+    login = identify(token, tenant_key, key, server_key, os.environ)
+    return Access(endpoint, login, timeout_s, wait_s, resume_s)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -84,7 +84,26 @@ TimeoutS = Annotated[
     typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Longest silence of the daemon to bear."),
 ]
 WaitS = Annotated[
-    float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait for a daemon that is not there yet.")
+    float,
+    typer.Option(
+        "--wait", metavar="SECONDS", min=0, help="Wait for a daemon that is not there yet, or loads."
+    ),
+]
+RequestId = Annotated[
+    str | None,
+    typer.Option(
+        "--id", metavar="ID", help="The request's id, for mlxd resume; yours to choose.", show_default=False
+    ),
+]
+KnownId = Annotated[
+    str, typer.Argument(metavar="ID", help="What --id or --json told of it.", show_default=False)
+]
+Seq = Annotated[int, typer.Option(metavar="N", min=0, help="Leave out the N tokens that came already.")]
+ResumeS = Annotated[
+    float,
+    typer.Option(
+        "--resume", metavar="SECONDS", min=0, help="How long to try to go on after a lost connection."
+    ),
 ]
 Chat = Annotated[
     bool, typer.Option("--chat", help="Send each prompt as a user's message, through the chat template.")
