@@ -26,9 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-keys_app = typer.Typer(
-    name="keys", help="Make CURVE keys.\n\nExample: mlxd keys new acme", no_args_is_help=True
-)
+keys_app = typer.Typer(name="keys")
 app.add_typer(keys_app)
 
 
@@ -89,6 +87,16 @@ def token(name: opt.TenantName, out: opt.TokenFile = None) -> None:
     else:
         tokens.write_secret(out, made.token)
     print(made.yaml)
+
+
+@keys_app.callback(invoke_without_command=True)
+def keys_root(context: typer.Context) -> None:
+    """Make CURVE keys.
+
+    Example: mlxd keys new acme
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @keys_app.command("new")
@@ -318,7 +326,7 @@ def run(arguments: list[str]) -> int:
     except (ConfigError, InvalidParamError, InvalidPromptError) as error:
         return _fail(str(error), EXIT_BAD_INPUT)
     except TyperException as error:
-        return _fail(error.format_message(), EXIT_BAD_INPUT)
+        return _fail(error.format_message().replace(": Value error, ", ": "), EXIT_BAD_INPUT)
     except MlxdError as error:
         return _fail(str(error), EXIT_FAILED)
     except BrokenPipeError:

@@ -57,6 +57,13 @@ def test_without_a_verb_help_is_printed(capsys: Run) -> None:
     assert "..." not in out.split("Commands:")[1], "a verb's short help is cut off"
 
 
+def test_without_what_to_do_with_keys_help_is_printed(capsys: Run) -> None:
+    assert cli.run(["keys"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "\nCommands:\n  new " in captured.out
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_an_example_that_parses(verb: str, capsys: Run) -> None:
     assert cli.run([verb, "--help"]) == 0
@@ -84,6 +91,18 @@ def test_every_verb_has_an_example_that_parses(verb: str, capsys: Run) -> None:
         ),
         (["generate", "--token", "t", "--stop", "", "x"], "sampling.stop[0] is empty; it must have 1 to 256"),
         (["generate", "--token", "t", "--logprobs", "3", "x"], "--logprobs shows in JSON alone; add --json"),
+        (
+            ["generate", "--token", "t", "--priority", "high", "x"],
+            "Invalid value for '--priority': 'high' is not one of 'interactive', 'normal', 'batch'",
+        ),
+        (
+            ["status", "--token", "t", "--endpoint", "192.0.2.2:7700"],
+            "endpoint '192.0.2.2:7700' has no scheme; write tcp://192.0.2.2:7700",
+        ),
+        (
+            ["status", "--token", "t", "--endpoint", "/run/mlxd.sock"],
+            "endpoint '/run/mlxd.sock' has no scheme; write ipc:///run/mlxd.sock",
+        ),
         (["serve"], "Missing argument 'CONFIG'"),
         (["serve", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
         (["check", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
