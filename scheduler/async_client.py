@@ -59,7 +59,7 @@ class AsyncClient:
                 still known, so a long queue or a long prompt is no silence.
             retries: how often a request that was rejected as retryable is sent again, each time after the
                 pause that the daemon asked for.
-            wait_s: how long to wait for a daemon whose ipc socket is not there yet; 0 fails at once.
+            wait_s: how long to wait for a daemon that is not there yet, or loads its model; 0: not at all.
             resume_s: how long to try to go on with a request whose connection was lost, also after a restart
                 of the daemon; 0 raises ConnectionLostError at once. The daemon has to keep such requests: see
                 `server.resume_grace_s` and `journal`.
@@ -69,6 +69,7 @@ class AsyncClient:
         """
         self._timeout_s = timeout_s
         self._retries = retries
+        self._wait_s = wait_s
         self._resume_s = resume_s
         self._window_bytes = window_bytes
         if connect is None:
@@ -222,6 +223,7 @@ class AsyncClient:
             message,
             self._connected,
             retries=self._retries,
+            wait_s=self._wait_s,
             resume_s=self._resume_s,
             window_bytes=self._window_bytes,
         )

@@ -14,7 +14,7 @@ from mlxd.scheduler import client_verbs, daemon_verbs, keys, simulate_verb, toke
 from mlxd.scheduler import options as opt
 from mlxd.scheduler.client_verbs import Access
 from mlxd.scheduler.errors import ConfigError
-from mlxd.scheduler.login import Login
+from mlxd.scheduler.identity import identify
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -26,9 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-keys_app = typer.Typer(
-    name="keys", help="Make CURVE keys.\n\nExample: mlxd keys new acme", no_args_is_help=True
-)
+keys_app = typer.Typer(name="keys")
 app.add_typer(keys_app)
 
 
@@ -91,6 +89,16 @@ def token(name: opt.TenantName, out: opt.TokenFile = None) -> None:
     print(made.yaml)
 
 
+@keys_app.callback(invoke_without_command=True)
+def keys_root(context: typer.Context) -> None:
+    """Make CURVE keys.
+
+    Example: mlxd keys new acme
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 @keys_app.command("new")
 def new_keys(name: opt.KeyName, server: opt.IsServer = False, folder: opt.KeyFolder = Path()) -> None:
     """Make NAME.key, a secret readable by you alone, and NAME.pub; print the lines for the YAML file.
@@ -129,9 +137,11 @@ def generate(
     logprobs: opt.Logprobs = None,
     priority: opt.PriorityOption = "normal",
     deadline_s: opt.DeadlineS = None,
+    request_id: opt.RequestId = None,
     as_json: opt.AsJson = False,
     timeout_s: opt.TimeoutS = 30.0,
     wait_s: opt.WaitS = 0.0,
+    resume_s: opt.ResumeS = 0.0,
 ) -> None:
     """Complete each PROMPT; several run at once.
 
@@ -139,7 +149,9 @@ def generate(
     """
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs shows in JSON alone; add --json")
-    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s)
+    if request_id is not None and len(prompts) > 1:
+        raise ConfigError(f"--id names one request; there are {len(prompts)} prompts")
+    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s, resume_s)
     sampling = opt.sampling_of(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -155,9 +167,35 @@ def generate(
     )
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     deadline_ms = None if deadline_s is None else round(1000 * deadline_s)
-    inputs = [client_verbs.Input(text, chat, system, priority, deadline_ms) for text in texts]
+    inputs = [
+        client_verbs.Input(text, chat, system, priority, deadline_ms, request_id or client_verbs.new_id())
+        for text in texts
+    ]
     if not client_verbs.generate(access, inputs, sampling, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def resume(
+    request_id: opt.KnownId,
+    seq: opt.Seq = 0,
+    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
+    token: opt.Token = None,
+    tenant_key: opt.TenantKey = None,
+    key: opt.KeyFile = None,
+    server_key: opt.ServerKeyFile = None,
+    timeout_s: opt.TimeoutS = 30.0,
+    wait_s: opt.WaitS = 0.0,
+    resume_s: opt.ResumeS = 0.0,
+) -> None:
+    """Print the answer to a request that was sent before.
+
+    The daemon knows those that run, and for a time those that ended; with a journal also after a crash.
+
+    Example: mlxd resume story-1 --wait 60
+    """
+    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s, resume_s)
+    client_verbs.resume(access, request_id, seq)
 
 
 @app.command()
@@ -200,7 +238,9 @@ def status(
     timeout_s: opt.TimeoutS = 5.0,
     wait_s: opt.WaitS = 0.0,
 ) -> None:
-    """Show the daemon's state: tenants, rows, pages, compiled graphs.
+    """Show the daemon's state and your own requests.
+
+    An operator sees all tenants, pages, memory and compiled graphs.
 
     Example: mlxd status --watch
     """
@@ -265,12 +305,11 @@ def _access(
     server_key: Path | None,
     timeout_s: float,
     wait_s: float = 0.0,
+    resume_s: float = 0.0,
 ) -> Access:
-    """Raises ConfigError where there is no credential, or a file is no good."""
-    has_keys = key is not None or server_key is not None
-    if not has_keys or tenant_key is not None:
-        token = tokens.read_token(token, tenant_key)
-    return Access(endpoint, Login.of(token or None, key, server_key), timeout_s, wait_s)
+    """Raises ConfigError where there is no credential, there are two, or a file is no good."""
+    login = identify(token, tenant_key, key, server_key, os.environ)
+    return Access(endpoint, login, timeout_s, wait_s, resume_s)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -287,7 +326,7 @@ def run(arguments: list[str]) -> int:
     except (ConfigError, InvalidParamError, InvalidPromptError) as error:
         return _fail(str(error), EXIT_BAD_INPUT)
     except TyperException as error:
-        return _fail(error.format_message(), EXIT_BAD_INPUT)
+        return _fail(error.format_message().replace(": Value error, ", ": "), EXIT_BAD_INPUT)
     except MlxdError as error:
         return _fail(str(error), EXIT_FAILED)
     except BrokenPipeError:

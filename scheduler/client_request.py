@@ -31,6 +31,7 @@ class ClientRequest:
         message: a generate, or a resume, which is never cancelled.
         connect: the connection to use now.
         retries: how often to send it again where it was rejected as retryable.
+        wait_s: how long to go on sending it to a daemon that loads.
         resume_s: how long to try to go on after a lost connection; 0: not at all.
         window_bytes: most bytes of chunks that may be under way, unread by the caller; 0: no limit.
     """
@@ -41,6 +42,7 @@ class ClientRequest:
         connect: Callable[[], Awaitable[Connection]],
         *,
         retries: int,
+        wait_s: float,
         resume_s: float,
         window_bytes: int,
     ) -> None:
@@ -49,6 +51,7 @@ class ClientRequest:
         self._message = message
         self._connect = connect
         self._retries = retries
+        self._wait_until = asyncio.get_running_loop().time() + wait_s
         self._resume_s = resume_s
         self._window_bytes = window_bytes
         self._read_bytes = 0
@@ -97,13 +100,16 @@ class ClientRequest:
         self._connection = await self._connect()
         self._stack.close()
         self._mailbox = self._stack.enter_context(self._connection.mailbox(message.id))
-        for retries_left in range(self._retries, -1, -1):
+        retries_left = self._retries
+        while True:
             await self._connection.send(message)
             try:
                 reply = await self._next()
             except RejectedError as error:
-                if not error.retryable or not retries_left:
-                    raise
+                if not self._waits_for(error):
+                    if not error.retryable or not retries_left:
+                        raise
+                    retries_left -= 1
                 await asyncio.sleep(max(MIN_RETRY_S, error.retry_after_ms / 1000))
                 continue
             if not isinstance(reply, wire.Accepted):
@@ -111,6 +117,9 @@ class ClientRequest:
             self._is_accepted = True
             self._has_ended = False
             return
+
+    def _waits_for(self, error: RejectedError) -> bool:
+        return error.reason == "loading" and asyncio.get_running_loop().time() < self._wait_until
 
     async def _grant(self) -> None:
         """Allow again what was read, half a window at a time."""

@@ -5,9 +5,10 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +21,7 @@ from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import MlxdError, RejectedError
 from mlxd.scheduler.login import Login
 from mlxd.scheduler.priority import PriorityName
-from mlxd.scheduler.results import Completion
+from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.tables import show, status_tables
 from mlxd.scheduler.transport import Transport, ZmqTransport
 
@@ -33,24 +34,35 @@ class Access:
 
     Attributes:
         timeout_s: longest silence to bear.
-        wait_s: how long to wait for a daemon that is not there yet.
+        wait_s: how long to wait for a daemon that is not there yet, or loads.
+        resume_s: how long to try to go on after a lost connection.
     """
 
     endpoint: str
     login: Login
     timeout_s: float
     wait_s: float = 0.0
+    resume_s: float = 0.0
 
     def client(self) -> Client:
-        return Client(self.endpoint, timeout_s=self.timeout_s, connect=self._connect)
+        return Client(self.endpoint, connect=self._connect, **self._times)
 
     def async_client(self) -> AsyncClient:
-        return AsyncClient(self.endpoint, timeout_s=self.timeout_s, connect=self._connect)
+        return AsyncClient(self.endpoint, connect=self._connect, **self._times)
+
+    @property
+    def _times(self) -> dict[str, Any]:
+        return {"timeout_s": self.timeout_s, "wait_s": self.wait_s, "resume_s": self.resume_s}
 
     async def _connect(self) -> Transport:
         return await ZmqTransport.connect(
             self.endpoint, self.login, timeout_s=self.timeout_s, wait_s=self.wait_s
         )
+
+
+def new_id() -> str:
+    """A request's, where its sender chose none."""
+    return uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +74,14 @@ class Input:
     system: str | None = None
     priority: PriorityName = "normal"
     deadline_ms: int | None = None
+    request_id: str = field(default_factory=new_id)
 
     def arguments(self) -> dict[str, Any]:
         """As the clients' `generate` and `stream` take it."""
-        urgency = {"priority": self.priority, "deadline_ms": self.deadline_ms}
+        common = {"priority": self.priority, "deadline_ms": self.deadline_ms, "request_id": self.request_id}
         if not self.chat and self.system is None:
-            return {"prompt": self.text, **urgency}
-        return {"messages": [*_system(self.system), {"role": "user", "content": self.text}], **urgency}
+            return {"prompt": self.text, **common}
+        return {"messages": [*_system(self.system), {"role": "user", "content": self.text}], **common}
 
 
 def generate(access: Access, inputs: Sequence[Input], sampling: SamplingParams, *, as_json: bool) -> bool:
@@ -77,9 +90,15 @@ def generate(access: Access, inputs: Sequence[Input], sampling: SamplingParams, 
     Returns whether all went well. Raises what the first prompt met where none did and text was asked for.
     """
     if len(inputs) == 1 and not as_json:
-        asyncio.run(_stream(access, inputs[0], sampling))
+        asked = inputs[0].arguments()
+        asyncio.run(_stream(access, lambda client: client.stream(**asked, sampling=sampling)))
         return True
     return asyncio.run(_complete(access, inputs, sampling, as_json=as_json))
+
+
+def resume(access: Access, request_id: str, seq: int) -> None:
+    """Print the answer to an earlier request as it comes, from piece `seq` on."""
+    asyncio.run(_stream(access, lambda client: client.resume(request_id, seq)))
 
 
 def chat(access: Access, system: str | None, sampling: SamplingParams) -> None:
@@ -140,12 +159,9 @@ def _line() -> Iterator[Callable[[str], None]]:
     print()
 
 
-async def _stream(access: Access, asked: Input, sampling: SamplingParams) -> None:
+async def _stream(access: Access, ask: Callable[[AsyncClient], AsyncGenerator[TextChunk, None]]) -> None:
     with _line() as put:
-        async with (
-            access.async_client() as client,
-            aclosing(client.stream(**asked.arguments(), sampling=sampling)) as chunks,
-        ):
+        async with access.async_client() as client, aclosing(ask(client)) as chunks:
             async for chunk in chunks:
                 put(chunk.text)
 
@@ -189,7 +205,7 @@ async def _answer(client: AsyncClient, asked: Input, sampling: SamplingParams) -
 
 
 def _as_json(index: int, asked: Input, answer: Completion | MlxdError) -> str:
-    fields: dict[str, Any] = {"index": index, "prompt": asked.text}
+    fields: dict[str, Any] = {"index": index, "id": asked.request_id, "prompt": asked.text}
     if isinstance(answer, MlxdError):
         reason = {"reason": answer.reason} if isinstance(answer, RejectedError) else {}
         fields["error"] = {"code": answer.code, **reason, "message": str(answer)}

@@ -195,7 +195,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class TenantConfig(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`token_sha256`, `public_key`: what shows that a client is this tenant's; several while one is replaced.
 
-    `operator`: it may also drain the daemon, reload its tenants and see every tenant's status.
+    `operator`: it may also drain the daemon, reload its tenants and see the status of the engine and of every
+    tenant.
     """
 
     token_sha256: Sha256 | Annotated[tuple[Sha256, ...], Several] | None = None

@@ -71,7 +71,8 @@ class RejectedError(MlxdError):
     """The request was refused before it was accepted.
 
     Attributes:
-        reason: "never_fits", "queue_full", "draining", "loading", "capacity" or "quota".
+        reason: "never_fits", "queue_full", "draining", "loading", "capacity", "quota", "journal_full" or
+            "journal_failed".
         retryable: whether the same request can be accepted later.
         retry_after_ms: when to try; 0 where it makes no sense.
     """

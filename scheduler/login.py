@@ -41,7 +41,10 @@ class Login:
         return cls(keys=keys, server_key=known)
 
     def check_endpoint(self, endpoint: str) -> None:
-        """Raises ConfigError where keys would not be asked for, or a token could be read on its way."""
+        """Raises ConfigError where it has no scheme, keys are not asked for, or a token could be read."""
+        if "://" not in endpoint:
+            scheme = "ipc" if endpoint.startswith("/") else "tcp"
+            raise ConfigError(f"endpoint {endpoint!r} has no scheme; write {scheme}://{endpoint}")
         if self.keys is not None and not endpoint.startswith("tcp://"):
             raise ConfigError(f"endpoint {endpoint!r}: keys are for tcp:// endpoints")
         if self.keys is None and endpoint.startswith("tcp://") and not _is_local(endpoint):

@@ -243,12 +243,16 @@ class Reloaded(_FromServer, frozen=True, kw_only=True, tag="reloaded"):
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`service`: weighted tokens over weight, as `fair` counts. `generated_tokens`: sent since the start."""
+    """`generated_tokens`: sent since the start.
+
+    `service`: weighted tokens over weight, as `fair` counts. That of a tenant that comes back is raised to
+    what the busy ones have had, so it tells of them, and is None but for operators.
+    """
 
     waiting: int
     running: int
     kv_reserved_bytes: int
-    service: float
+    service: float | None = None
     generated_tokens: int = 0
 
 
@@ -261,12 +265,34 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
 
 
-class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
-    """The engine after its latest step. `tenants`: the asker alone, or all for an operator.
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What all tenants together make of the engine, after its latest step. Times in seconds, sizes in bytes.
 
     `pages`: cache group -> pages held by rows, pages in all; `cached_pages`: those no row holds, kept for
-    later prompts. `disk`, where there is one, and `fairness` are for operators. Times in seconds, sizes in
-    bytes.
+    later prompts.
+    """
+
+    steps: int
+    last_step_age_s: float | None
+    kv_used_bytes: int
+    kv_reserved_bytes: int
+    pages: dict[str, tuple[int, int]]
+    cached_pages: dict[str, int]
+    graph_compiles: int
+    graph_retraces: int
+    graph_failures: int
+    compiled_steps: int
+    eager_steps: int
+    buckets: tuple[str, ...]
+    memory_active_bytes: int
+    memory_peak_bytes: int
+
+
+class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
+    """The daemon as the asker may see it: nothing here depends on other tenants, but for an operator.
+
+    `tenants`, `waiting`, `running`: the asker's own, or those of all for an operator. `engine`, `disk`, where
+    there is one, and `fairness` are for operators.
     """
 
     id: str
@@ -277,23 +303,10 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     tenants: dict[str, TenantStatus]
     waiting: int
     running: int
-    steps: int
-    last_step_age_s: float | None
-    kv_used_bytes: int
-    kv_reserved_bytes: int
     kv_capacity_bytes: int
-    pages: dict[str, tuple[int, int]]
-    cached_pages: dict[str, int]
+    engine: EngineStatus | None = None
     disk: DiskStatus | None = None
-    fairness: FairnessStats | None
-    graph_compiles: int
-    graph_retraces: int
-    graph_failures: int
-    compiled_steps: int
-    eager_steps: int
-    buckets: tuple[str, ...]
-    memory_active_bytes: int
-    memory_peak_bytes: int
+    fairness: FairnessStats | None = None
     notes: dict[str, str]
     error: str
 

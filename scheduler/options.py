@@ -54,7 +54,7 @@ Endpoint = Annotated[
 ]
 Token = Annotated[
     str | None,
-    typer.Option(metavar="TOKEN", envvar="MLXD_TOKEN", help="The tenant's token.", show_default=False),
+    typer.Option(metavar="TOKEN", help="The tenant's token; or set MLXD_TOKEN.", show_default=False),
 ]
 TenantKey = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Read the token from this file.", show_default=False)
@@ -62,7 +62,7 @@ TenantKey = Annotated[
 KeyFile = Annotated[
     Path | None,
     typer.Option(
-        "--key", metavar="FILE", envvar="MLXD_KEY", help="With CURVE: your secret key.", show_default=False
+        "--key", metavar="FILE", help="With CURVE: your secret key; or set MLXD_KEY.", show_default=False
     ),
 ]
 ServerKeyFile = Annotated[
@@ -70,8 +70,7 @@ ServerKeyFile = Annotated[
     typer.Option(
         "--server-key",
         metavar="FILE",
-        envvar="MLXD_SERVER_KEY",
-        help="With CURVE: the daemon's public key.",
+        help="With CURVE: the daemon's public key; or set MLXD_SERVER_KEY.",
         show_default=False,
     ),
 ]
@@ -85,7 +84,26 @@ TimeoutS = Annotated[
     typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Longest silence of the daemon to bear."),
 ]
 WaitS = Annotated[
-    float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait for a daemon that is not there yet.")
+    float,
+    typer.Option(
+        "--wait", metavar="SECONDS", min=0, help="Wait for a daemon that is not there yet, or loads."
+    ),
+]
+RequestId = Annotated[
+    str | None,
+    typer.Option(
+        "--id", metavar="ID", help="The request's id, for mlxd resume; yours to choose.", show_default=False
+    ),
+]
+KnownId = Annotated[
+    str, typer.Argument(metavar="ID", help="What --id or --json told of it.", show_default=False)
+]
+Seq = Annotated[int, typer.Option(metavar="N", min=0, help="Leave out the N tokens that came already.")]
+ResumeS = Annotated[
+    float,
+    typer.Option(
+        "--resume", metavar="SECONDS", min=0, help="How long to try to go on after a lost connection."
+    ),
 ]
 Chat = Annotated[
     bool, typer.Option("--chat", help="Send each prompt as a user's message, through the chat template.")

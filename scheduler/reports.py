@@ -35,15 +35,19 @@ def status_reply(
     started_at: float,
     generated_tokens: Mapping[str, int],
 ) -> wire.StatusReply:
-    """Other tenants' part is shown to operators alone.
+    """What depends on other tenants' work is shown to operators alone.
 
     Args:
         state: the daemon's.
         at: the engine at its latest step.
         generated_tokens: of each tenant since the start.
     """
-    names = [t.name for t in config.tenants] if asker.operator else [asker.name]
-    tenants = {name: _tenant_status(name, at, generated_tokens.get(name, 0)) for name in names}
+    sees_all = asker.operator
+    names = [t.name for t in config.tenants] if sees_all else [asker.name]
+    tenants = {
+        name: _tenant_status(at.tenants.get(name, TenantGauges()), generated_tokens.get(name, 0), sees_all)
+        for name in names
+    }
     return wire.StatusReply(
         id=reply_id,
         state=state,
@@ -51,17 +55,25 @@ def status_reply(
         uptime_s=now - started_at,
         model=info.model if info else config.model.path,
         tenants=tenants,
-        waiting=at.waiting if asker.operator else tenants[asker.name].waiting,
-        running=at.running if asker.operator else tenants[asker.name].running,
+        waiting=at.waiting if sees_all else tenants[asker.name].waiting,
+        running=at.running if sees_all else tenants[asker.name].running,
+        kv_capacity_bytes=at.kv_capacity_bytes,
+        engine=_engine_status(at, now) if sees_all else None,
+        disk=_disk_status(config.cache.disk, at.disk) if sees_all else None,
+        fairness=at.fairness if sees_all else None,
+        notes=(info.notes if info else {}) | (at.notes if sees_all else {}),
+        error=at.error,
+    )
+
+
+def _engine_status(at: EngineSnapshot, now: float) -> wire.EngineStatus:
+    return wire.EngineStatus(
         steps=at.steps,
         last_step_age_s=now - at.last_step_at if at.last_step_at else None,
         kv_used_bytes=at.kv_used_bytes,
         kv_reserved_bytes=at.kv_reserved_bytes,
-        kv_capacity_bytes=at.kv_capacity_bytes,
         pages=at.pages,
         cached_pages=at.cached_pages,
-        disk=_disk_status(config.cache.disk, at.disk) if asker.operator else None,
-        fairness=at.fairness if asker.operator else None,
         graph_compiles=at.graph_compiles,
         graph_retraces=at.graph_retraces,
         graph_failures=at.graph_failures,
@@ -70,8 +82,6 @@ def status_reply(
         buckets=at.buckets,
         memory_active_bytes=at.memory_active_bytes,
         memory_peak_bytes=at.memory_peak_bytes,
-        notes=(info.notes if info else {}) | at.notes,
-        error=at.error,
     )
 
 
@@ -86,12 +96,11 @@ def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> wire.DiskS
     )
 
 
-def _tenant_status(name: str, at: EngineSnapshot, generated_tokens: int) -> wire.TenantStatus:
-    gauges = at.tenants.get(name, TenantGauges())
+def _tenant_status(gauges: TenantGauges, generated_tokens: int, sees_service: bool) -> wire.TenantStatus:
     return wire.TenantStatus(
         waiting=gauges.waiting,
         running=gauges.running,
         kv_reserved_bytes=gauges.kv_reserved_bytes,
-        service=gauges.service,
+        service=gauges.service if sees_service else None,
         generated_tokens=generated_tokens,
     )

@@ -65,7 +65,7 @@ def plot_service(records: Mapping[str, Record], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'mlxd[plot]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(7 * len(records), 4), layout="constrained")
     panels = figure.subplots(1, len(records), sharey=True, squeeze=False)[0]
     for panel, (policy, record) in zip(panels, records.items(), strict=True):

@@ -16,7 +16,7 @@ from mlxd.caches.sizing import MemoryPlan
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
-from mlxd.scheduler.messages import DiskStatus, StatusReply
+from mlxd.scheduler.messages import DiskStatus, EngineStatus, StatusReply
 
 _PIPE_WIDTH = 1000
 
@@ -142,7 +142,6 @@ def status_tables(
         before: an earlier look: the pace since then is shown.
         details: show what was traced and what was chosen at start, which does not change.
     """
-    age = "none yet" if status.last_step_age_s is None else f"{status.last_step_age_s:.1f} s ago"
     pace = tokens_per_s(before, status) if before is not None else None
     shown = facts(
         ("model", status.model),
@@ -153,26 +152,11 @@ def status_tables(
             f"{_generated(status)} generated" + ("" if pace is None else f", {pace:.1f} a second"),
         ),
         ("rows", f"{status.running} running, {status.waiting} waiting"),
-        ("steps", f"{status.steps}, the last {age}"),
-        (
-            "KV",
-            f"{show_bytes(status.kv_used_bytes)} used, {show_bytes(status.kv_reserved_bytes)} reserved "
-            f"of {show_bytes(status.kv_capacity_bytes)}",
-        ),
-        *(
-            (f"pages {name}", f"{held} of {total}, {status.cached_pages.get(name, 0)} cached")
-            for name, (held, total) in status.pages.items()
-        ),
+        ("KV capacity", show_bytes(status.kv_capacity_bytes)),
+        *(() if status.engine is None else _engine(status.engine, details=details)),
         *((("disk", _disk(status.disk)),) if status.disk is not None else ()),
         *(() if status.fairness is None else _fairness(status.fairness)),
-        ("memory", f"{show_bytes(status.memory_active_bytes)}, peak {show_bytes(status.memory_peak_bytes)}"),
-        (
-            "graphs",
-            f"{status.graph_compiles} compiles, {status.graph_retraces} retraces, "
-            f"{status.graph_failures} failures",
-        ),
-        ("steps by kind", f"{status.compiled_steps} compiled, {status.eager_steps} eager"),
-        *((("buckets", summarise_buckets(status.buckets)), *status.notes.items()) if details else ()),
+        *(status.notes.items() if details else ()),
     )
     tenants = table(
         "Tenants",
@@ -184,12 +168,32 @@ def status_tables(
                 str(tenant.waiting),
                 str(tenant.generated_tokens),
                 show_bytes(tenant.kv_reserved_bytes),
-                f"{tenant.service:.0f}",
+                "" if tenant.service is None else f"{tenant.service:.0f}",
             )
             for name, tenant in sorted(status.tenants.items())
         ),
     )
     return Group(shown, tenants)
+
+
+def _engine(engine: EngineStatus, *, details: bool) -> list[tuple[str, str]]:
+    age = "none yet" if engine.last_step_age_s is None else f"{engine.last_step_age_s:.1f} s ago"
+    return [
+        ("steps", f"{engine.steps}, the last {age}"),
+        ("steps by kind", f"{engine.compiled_steps} compiled, {engine.eager_steps} eager"),
+        ("KV", f"{show_bytes(engine.kv_used_bytes)} used, {show_bytes(engine.kv_reserved_bytes)} reserved"),
+        *(
+            (f"pages {name}", f"{held} of {total}, {engine.cached_pages.get(name, 0)} cached")
+            for name, (held, total) in engine.pages.items()
+        ),
+        ("memory", f"{show_bytes(engine.memory_active_bytes)}, peak {show_bytes(engine.memory_peak_bytes)}"),
+        (
+            "graphs",
+            f"{engine.graph_compiles} compiles, {engine.graph_retraces} retraces, "
+            f"{engine.graph_failures} failures",
+        ),
+        *((("buckets", summarise_buckets(engine.buckets)),) if details else ()),
+    ]
 
 
 def _fairness(fairness: FairnessStats) -> list[tuple[str, str]]:

@@ -180,7 +180,7 @@ def fake_async_client(replies: Iterable[Reply]) -> AsyncClient:
 
 
 def fake_status(reply_id: str = "") -> wire.StatusReply:
-    """That of an idle daemon without tenants."""
+    """That of an idle daemon without tenants, as no operator sees it."""
     return wire.StatusReply(
         id=reply_id,
         state="running",
@@ -189,22 +189,7 @@ def fake_status(reply_id: str = "") -> wire.StatusReply:
         tenants={},
         waiting=0,
         running=0,
-        steps=0,
-        last_step_age_s=None,
-        kv_used_bytes=0,
-        kv_reserved_bytes=0,
         kv_capacity_bytes=0,
-        pages={},
-        cached_pages={},
-        fairness=None,
-        graph_compiles=0,
-        graph_retraces=0,
-        graph_failures=0,
-        compiled_steps=0,
-        eager_steps=0,
-        buckets=(),
-        memory_active_bytes=0,
-        memory_peak_bytes=0,
         notes={},
         error="",
     )

@@ -80,10 +80,10 @@ class ZmqTransport:
     async def connect(
         cls, endpoint: str, login: Login, *, timeout_s: float, wait_s: float = 0.0, client: str = ""
     ) -> "ZmqTransport":
-        """Say hello on both sockets, trying again until `timeout_s` is over.
+        """Say hello on both sockets, trying again until `timeout_s` and `wait_s` are over.
 
         Args:
-            wait_s: how long to wait for an ipc socket that is not there yet.
+            wait_s: how long to wait for a daemon that is not there yet.
         Raises:
             ClientTimeoutError: nobody answered, or there is no such ipc socket.
             UnauthenticatedError: the token or key is no tenant's, or the server's key is not this daemon's.
@@ -92,9 +92,10 @@ class ZmqTransport:
         """
         login.check_endpoint(endpoint)
         hello = encode(wire.Hello(v=wire.PROTOCOL_VERSION, token=login.token, client=client))
+        patience_s = wait_s + timeout_s
         await _wait_for_socket(endpoint, wait_s)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(patience_s):
                 submit, welcome = await _join(endpoint, login, hello)
                 try:
                     control, _ = await _join(seen_from(endpoint, welcome.control), login, hello)
@@ -102,7 +103,7 @@ class ZmqTransport:
                     submit.close(linger=0)
                     raise
         except TimeoutError:
-            text = f"no answer from {endpoint} within {timeout_s:g} s; is the daemon running?"
+            text = f"no answer from {endpoint} within {patience_s:g} s; is the daemon running?"
             raise ClientTimeoutError(text) from None
         return cls(submit, control)
 
@@ -139,9 +140,11 @@ class ZmqTransport:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.wait(self._tasks)
-        for socket in (self._submit, self._control):
-            socket.close(linger=LINGER_MS)
+        try:
+            await asyncio.wait(self._tasks)
+        finally:  # who waits may be cancelled
+            for socket in (self._submit, self._control):
+                socket.close(linger=LINGER_MS)
 
 
 async def _wait_for_socket(endpoint: str, wait_s: float) -> None:

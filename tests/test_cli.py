@@ -21,6 +21,9 @@ from mlxd.scheduler.errors import (
     RejectedError,
     UnauthenticatedError,
 )
+from mlxd.scheduler.identity import identify
+from mlxd.scheduler.keys import KeyPair, write_keys
+from mlxd.scheduler.login import Login
 from mlxd.scheduler.tokens import MAX_FILE_BYTES, make_token, read_token, token_hash
 
 VERBS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
@@ -29,7 +32,7 @@ Run = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MLXD_TOKEN", "MLXD_ENDPOINT"):
+    for name in ("MLXD_TOKEN", "MLXD_KEY", "MLXD_SERVER_KEY", "MLXD_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -52,6 +55,13 @@ def test_without_a_verb_help_is_printed(capsys: Run) -> None:
         verb in out for verb in ("serve", "check", "generate", "chat", "status", "drain", "pull", "token")
     )
     assert "..." not in out.split("Commands:")[1], "a verb's short help is cut off"
+
+
+def test_without_what_to_do_with_keys_help_is_printed(capsys: Run) -> None:
+    assert cli.run(["keys"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "\nCommands:\n  new " in captured.out
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -81,6 +91,18 @@ def test_every_verb_has_an_example_that_parses(verb: str, capsys: Run) -> None:
         ),
         (["generate", "--token", "t", "--stop", "", "x"], "sampling.stop[0] is empty; it must have 1 to 256"),
         (["generate", "--token", "t", "--logprobs", "3", "x"], "--logprobs shows in JSON alone; add --json"),
+        (
+            ["generate", "--token", "t", "--priority", "high", "x"],
+            "Invalid value for '--priority': 'high' is not one of 'interactive', 'normal', 'batch'",
+        ),
+        (
+            ["status", "--token", "t", "--endpoint", "192.0.2.2:7700"],
+            "endpoint '192.0.2.2:7700' has no scheme; write tcp://192.0.2.2:7700",
+        ),
+        (
+            ["status", "--token", "t", "--endpoint", "/run/mlxd.sock"],
+            "endpoint '/run/mlxd.sock' has no scheme; write ipc:///run/mlxd.sock",
+        ),
         (["serve"], "Missing argument 'CONFIG'"),
         (["serve", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
         (["check", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
@@ -183,6 +205,66 @@ def test_a_token_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pyt
     assert cli.run(["drain"]) == cli.run(["drain", "--tenant-key", str(path)]) == 0
     assert [access.login.token for access in seen] == ["from-the-environment", "from-the-file"]
     assert {access.endpoint for access in seen} == {"ipc:///run/x.sock"}
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A token, a tenant's secret key and a server's public one."""
+    folder = tmp_path_factory.mktemp("secrets")
+    (folder / "token").write_text("from-a-file\n")
+    key, _ = write_keys(folder, "acme", KeyPair.make())
+    _, server = write_keys(folder, "server", KeyPair.make())
+    return {"token": folder / "token", "key": key, "server": server}
+
+
+TOKEN = {"MLXD_TOKEN": "t"}
+KEYS = {"MLXD_KEY": "key", "MLXD_SERVER_KEY": "server"}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "speaks"),
+    [
+        ({}, TOKEN, "t"),
+        ({}, KEYS, "key"),
+        ({"token": "o"}, TOKEN | KEYS, "o"),
+        ({"tenant_key": "token"}, TOKEN | KEYS, "from-a-file"),
+        ({"key": "key", "server_key": "server"}, TOKEN | KEYS, "key"),
+        ({"key": "key"}, TOKEN | KEYS, "key"),
+        ({"server_key": "server"}, TOKEN | KEYS, "key"),
+        ({"tenant_key": "token"}, TOKEN, "from-a-file"),
+        ({"key": "key", "server_key": "server"}, TOKEN, "key"),
+        ({"token": "o"}, KEYS, "o"),
+    ],
+)
+def test_an_option_beats_the_environment(
+    options: dict[str, str], environment: dict[str, str], speaks: str, secrets: dict[str, Path]
+) -> None:
+    login = identified(options, environment, secrets)
+    assert login.token == ("" if speaks == "key" else speaks)
+    assert (login.keys is not None) == (speaks == "key")
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "sources"),
+    [
+        ({"token": "o", "key": "key"}, {}, "--token and --key"),
+        ({"token": "o", "server_key": "server"}, {}, "--token and --server-key"),
+        ({"tenant_key": "token", "key": "key"}, {}, "--tenant-key and --key"),
+        ({"token": "o", "tenant_key": "token"}, {}, "--token and --tenant-key"),
+        ({}, TOKEN | KEYS, "MLXD_TOKEN and MLXD_KEY"),
+    ],
+)
+def test_two_credentials_of_one_place_are_refused_by_their_names(
+    options: dict[str, str], environment: dict[str, str], sources: str, secrets: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{sources} are both given"):
+        identified(options, environment, secrets)
+
+
+def identified(options: dict[str, str], environment: dict[str, str], secrets: dict[str, Path]) -> Login:
+    paths = {name: secrets.get(options.get(name, "")) for name in ("tenant_key", "key", "server_key")}
+    variables = {name: str(secrets.get(value, value)) for name, value in environment.items()}
+    return identify(options.get("token"), **paths, environment=variables)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_what_was_chosen_at_start_shows_in_details_alone() -> None:
     status = replace(look(3723, 7), notes={"attention": "in_place"})
     texts = [shown(status_tables(status, details=details)) for details in (True, False)]
     assert ["attention" in text for text in texts] == [True, False]
-    assert all("up             1:02:03" in text and "7 generated" in text for text in texts)
+    assert all("up           1:02:03" in text and "7 generated" in text for text in texts)
 
 
 def test_operators_see_how_tenants_are_served_beside_each_other() -> None:
@@ -83,15 +83,15 @@ def test_operators_see_how_tenants_are_served_beside_each_other() -> None:
     status = look(1, 1)
     assert "Jain" not in shown(status_tables(status))
     lines = shown(status_tables(replace(status, fairness=fairness))).splitlines()
-    assert "fairness       service gap 12, Jain index 0.988" in lines
-    assert "waits          3 rows" in lines
-    assert "preempted      1 pages, 2 slice" in lines
-    assert "deadlines      none" in lines
+    assert "fairness     service gap 12, Jain index 0.988" in lines
+    assert "waits        3 rows" in lines
+    assert "preempted    1 pages, 2 slice" in lines
+    assert "deadlines    none" in lines
 
 
 def test_the_disk_shows_where_there_is_one() -> None:
     disk = DiskStatus(folder="/var/cache/mlxd", pages=3, used_bytes=1536, max_bytes=2**30)
-    line = "disk           /var/cache/mlxd: 3 pages, 1.5 KiB of 1 GiB"
+    line = "disk         /var/cache/mlxd: 3 pages, 1.5 KiB of 1 GiB"
     for status in (fake_status(), replace(fake_status(), disk=disk)):
         lines = [text.rstrip() for text in shown(status_tables(status)).splitlines()]
         assert (line in lines) is (status.disk is not None)

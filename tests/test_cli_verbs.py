@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from daemon_process import process_config, write_config, write_tiny_model
 from msgspec import UNSET
+from severed import Relay
 from wire_daemon import TENANTS, Daemon, config, runner, token
 from wire_daemon import daemon as wire_daemon
 
@@ -115,6 +117,7 @@ def test_json_is_one_object_a_prompt(daemon: Script, capsys: Capture) -> None:
     daemon([PARIS, "two words"])
     assert cli.run(["generate", "--json", "a", "b"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first.pop("id") != second["id"]
     assert first == {
         "index": 0,
         "prompt": "a",
@@ -140,6 +143,7 @@ def test_one_prompt_that_fails_leaves_the_others(daemon: Script, capsys: Capture
     captured = capsys.readouterr()
     refused, answered = map(json.loads, captured.out.splitlines())
     error = {"code": "rejected", "reason": "queue_full", "message": "the queue is full"}
+    assert refused.pop("id")
     assert refused == {"index": 0, "prompt": "a", "error": error}
     assert answered["text"] == "two"
     assert captured.err == "mlxd: prompt 1: the queue is full\n"
@@ -267,6 +271,52 @@ def test_the_verbs_reach_a_daemon_over_its_sockets(
         assert cli.run(["drain"]) == 0
         running.join()
     assert running.exit_code == 0
+
+
+def test_an_answer_can_be_had_again_by_its_id(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wire_daemon(tmp_path) as running:
+        monkeypatch.setenv("MLXD_ENDPOINT", running.config.server.submit)
+        monkeypatch.setenv("MLXD_TOKEN", token("acme"))
+        assert cli.run(["generate", "--id", "mine", "--max-tokens", "5", "--seed", "1", "the dog"]) == 0
+        answer = capsys.readouterr().out
+        assert cli.run(["resume", "mine"]) == 0
+        assert capsys.readouterr().out == answer
+        assert cli.run(["resume", "mine", "--seq", "5"]) == 0
+        assert len(capsys.readouterr().out) < len(answer)
+        assert cli.run(["generate", "--json", "--max-tokens", "5", "the dog"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert cli.run(["resume", told["id"]]) == 0
+        assert capsys.readouterr().out == f"{told['text']}\n"
+        monkeypatch.setenv("MLXD_TOKEN", token("beta"))
+        assert cli.run(["resume", "mine"]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_lost_connection_is_made_again_where_that_was_asked_for(tmp_path: Path, capsys: Capture) -> None:
+    options = ["--token", token("acme"), "--max-tokens", "60", "--seed", "1"]
+    with wire_daemon(tmp_path, runner=runner(0.01), resume_grace_s=5.0) as running:
+        assert cli.run(["generate", "--endpoint", running.config.server.submit, *options, "the dog"]) == 0
+        whole = capsys.readouterr().out
+        for resume, code in (("10", 0), ("0", 1)):
+            folder = tmp_path / resume
+            folder.mkdir()
+            with Relay(folder, running.config.server.submit) as relay:
+                cut = threading.Timer(0.3, relay.cut)
+                cut.start()
+                given = ["--endpoint", relay.endpoint, *options, "--resume", resume]
+                assert cli.run(["generate", *given, "the dog"]) == code
+                cut.join()
+            assert (capsys.readouterr().out == whole) is (code == 0)
+
+
+def test_an_id_names_one_request(daemon: Script, capsys: Capture) -> None:
+    fake = daemon(["one"])
+    assert cli.run(["generate", "--id", "mine", "a", "b"]) == 2
+    assert capsys.readouterr().err == "mlxd: --id names one request; there are 2 prompts\n"
+    assert cli.run(["generate", "--id", "mine", "a"]) == 0
+    assert [request.id for request in fake.requests] == ["mine"]
 
 
 def test_the_in_process_example_runs_with_a_configuration(tmp_path: Path) -> None:

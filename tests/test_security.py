@@ -159,6 +159,23 @@ def test_another_tenants_requests_can_be_neither_seen_nor_touched(
         assert {"cancelled"} <= {message["type"] for message in victim.until_terminal("r")}
 
 
+def test_a_status_is_the_same_before_while_and_after_others_work(local: Daemon) -> None:
+    def seen() -> dict[str, Any]:
+        with local.control("acme") as peer:
+            reply = peer.ask("status")
+        return {name: value for name, value in reply.items() if name not in ("uptime_s", "id")}
+
+    before = seen()
+    with local.submit("beta") as other:
+        other.send("generate", id="r", prompt="a prompt", sampling=FOREVER)
+        assert [other.receive()["type"] for _ in range(2)] == ["accepted", "chunk"]
+        assert seen() == before
+        other.send("cancel", id="r")
+        other.until_terminal("r")
+    assert seen() == before
+    assert before["tenants"]["acme"]["service"] is None, "it is raised to what others got"
+
+
 def test_a_tenant_cannot_tell_what_another_one_sent(encrypted: CurveDaemon) -> None:
     def cached(tenant: str) -> int:
         with encrypted.client(tenant) as client:

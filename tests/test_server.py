@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,13 +250,44 @@ def test_while_the_model_loads_the_daemon_answers_and_admits_nobody(tmp_path: Pa
     with starting as served, served.client() as client:
         assert client.ping() == "starting"
         assert client.status().state == "starting"
-        with pytest.raises(RejectedError) as raised:
-            client.generate("hi")
+        with served.client(wait_s=0.0) as hasty, pytest.raises(RejectedError) as raised:
+            hasty.generate("hi")
         assert (raised.value.reason, raised.value.retryable) == ("loading", True)
         served.loading.set()
         served.wait_ready()
         assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
     assert served.exit_code == 0
+
+
+def test_a_client_that_may_wait_is_served_by_a_daemon_that_loads(tmp_path: Path) -> None:
+    starting = Daemon(config(tmp_path), runner())
+    starting.loading.clear()
+    done_loading = threading.Timer(0.3, starting.loading.set)
+    with starting as served, served.client(wait_s=10.0) as client:
+        assert client.ping() == "starting"
+        done_loading.start()
+        assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
+    done_loading.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_client_that_may_wait_is_served_over_tcp_by_a_daemon_that_comes_later(tmp_path: Path) -> None:
+    addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("submit", "control")}
+    sampling = SamplingParams(max_tokens=3)
+    with (
+        Client(addresses["submit"], token=token("acme"), timeout_s=0.5, wait_s=10.0) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(client.generate, "hi", sampling)
+        time.sleep(1.0)
+        assert not answer.done(), "it waits longer than its timeout"
+        with daemon(tmp_path, **addresses):
+            assert answer.result(10.0).usage.completion_tokens == 3
 
 
 def test_the_daemon_is_starting_until_its_tokenizer_is_there(
@@ -273,8 +305,8 @@ def test_the_daemon_is_starting_until_its_tokenizer_is_there(
     with starting as served, served.client() as client:
         wait_until(lambda: served.engine.snapshot.state == "running")
         assert (client.ping(), client.status().state) == ("starting", "starting")
-        with pytest.raises(RejectedError, match="loading"):
-            client.generate("hi")
+        with served.client(wait_s=0.0) as hasty, pytest.raises(RejectedError, match="loading"):
+            hasty.generate("hi")
         loading.set()
         served.wait_ready()
         assert client.status().state == "running"
@@ -428,11 +460,6 @@ def test_a_second_daemon_at_the_same_place_is_refused(tmp_path: Path) -> None:
 
 
 def test_loopback_tcp_serves_the_same(tmp_path: Path) -> None:
-    def free_port() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-
     addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("submit", "control")}
     with daemon(tmp_path, **addresses) as served, served.client() as client:
         assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
@@ -452,8 +479,10 @@ def test_status_shows_a_tenant_itself_and_an_operator_everyone(tmp_path: Path) -
     assert (sorted(everyone.tenants), everyone.running) == (sorted(TENANTS), 1)
     assert everyone.tenants["beta"].running == 1
     assert everyone.model == "fake"
-    assert everyone.kv_reserved_bytes > 0
-    assert everyone.last_step_age_s is not None
+    assert mine.engine is None
+    assert everyone.engine is not None
+    assert everyone.engine.kv_reserved_bytes > 0
+    assert everyone.engine.last_step_age_s is not None
 
 
 def test_the_log_says_what_is_served_and_how_it_ended(
