@@ -24,6 +24,14 @@ def is_own_id(peer: bytes) -> bool:
     return len(peer) != _AUTO_ID_BYTES or peer[0] != 0
 
 
+def _is_later(peer: bytes, other: bytes) -> bool:
+    """Whether libzmq gave `peer` to a later connection than `other`; its count wraps at 32 bits."""
+    if is_own_id(peer) or is_own_id(other):
+        return False
+    distance = int.from_bytes(peer[1:], "big") - int.from_bytes(other[1:], "big")
+    return 0 < distance % 2**32 < 2**31
+
+
 def scatter_ids() -> None:
     """Let the routing ids of the next ROUTER begin at a number that nobody can tell.
 
@@ -75,14 +83,17 @@ class Connections:
         session = self._sessions.get(int(frame.get(zmq.SRCFD)))
         if session is None:
             return Session(peer=peer, gone=True)
-        if not session.peer:
-            session.peer = peer
-            if self._encrypted:  # elsewhere a User-Id is what the peer itself put into its greeting
-                session.key = str(frame.get("User-Id"))
-        elif session.peer != peer:
-            # The connection before it had this file descriptor, and one frame of it was still unread.
+        if session.peer == peer:
+            return session
+        if session.peer and not _is_later(peer, session.peer):
+            return Session(peer=peer, gone=True)  # a frame of the connection that had this descriptor before
+        if session.tenant is not None:
+            # A hello of that connection was taken for one of this: nobody may speak in its name.
             self.shut(session)
             return Session(peer=peer, gone=True)
+        session.peer = peer
+        if self._encrypted:  # elsewhere a User-Id is what the peer itself put into its greeting
+            session.key = str(frame.get("User-Id"))
         return session
 
     def welcome(self, session: Session) -> None:

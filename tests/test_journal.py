@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fault_process import body, durable_config, expected, fault_process, tokens
+from fault_process import NUM_TOKENS, body, durable_config, expected, fault_process, tokens
 from msgspec.structs import replace
 from wire_daemon import TERMINAL, daemon_of, runner, wait_until
 
@@ -29,7 +29,7 @@ def test_a_killed_daemon_runs_again_what_it_accepted_and_tells_what_had_ended(tm
         head = [message for message in (peer.receive() for _ in range(8)) if message["id"] == "open 2"]
         first.kill()
     got = len(tokens(head))
-    assert 0 < got < 10
+    assert 0 < got < NUM_TOKENS
     with fault_process(tmp_path, config) as second, second.peer() as peer:
         peer.send("resume", id="ended", seq=0)
         again = peer.until_terminal("ended")
@@ -54,7 +54,7 @@ def test_a_request_without_a_seed_keeps_the_one_that_it_was_given(tmp_path: Path
         first.kill()
     with fault_process(tmp_path, config) as second, second.peer() as peer:
         peer.send("generate", id="a", **unseeded)
-        assert tokens(peer.until_terminal("a"))[:8] == tokens(head)
+        assert tokens(peer.until_terminal("a"))[: len(tokens(head))] == tokens(head)
 
 
 def test_a_request_that_ends_the_daemon_each_time_is_given_up(tmp_path: Path) -> None:

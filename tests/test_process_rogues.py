@@ -138,6 +138,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def num_slow(daemon: DaemonProcess) -> float:
+    return daemon.scrape().by("outcome", "mlxd_requests_total")["slow_client"]
+
+
 def test_rogue_clients_cost_the_others_nothing(model: Path, tmp_path: Path) -> None:
     config = process_config(tmp_path, model, server={"max_client_buffer_bytes": 65_536})
     at = (config.server.submit, config.server.control)
@@ -155,7 +159,7 @@ def test_rogue_clients_cost_the_others_nothing(model: Path, tmp_path: Path) -> N
             disturbed = ask_together(pool, daemon)
             for each in (deaf, flooder):
                 each.wait_for("sent")
-            wait_until(lambda: daemon.scrape().by("outcome", "mlxd_requests_total")["slow_client"] > 0, 30.0)
+            wait_until(lambda: num_slow(daemon) == NUM_REQUESTS, 30.0)
         wait_until(lambda: is_at_rest(daemon.scrape()), 15.0)
         last = daemon.scrape()
         daemon.terminate()

@@ -298,6 +298,27 @@ def test_frames_of_a_connection_that_is_closed_have_a_session_that_is_gone(tmp_p
     with_door(tmp_path, scenario)
 
 
+def test_a_connection_is_heard_though_the_one_before_it_left_a_frame_unread(tmp_path: Path) -> None:
+    async def scenario(watched: Watched) -> None:
+        with Peer(watched.address) as peer:
+            before = await watched.arrived(peer)
+            peer.raw(b"last")
+            time.sleep(0.05)  # without a turn for the loop, so that the door does not hear of it
+        while is_open_file(before.fd):
+            time.sleep(0.001)
+        with Peer(watched.address) as peer:
+            peer.raw(b"first")
+            while not is_open_file(before.fd):
+                time.sleep(0.001)
+            heard = {
+                tuple(frames): session for session, frames in [await watched.door.receive() for _ in "12"]
+            }
+            assert heard[(b"first",)].fd == before.fd
+            assert not heard[(b"first",)].gone
+
+    with_door(tmp_path, scenario)
+
+
 def test_losing_a_peer_that_left_does_not_close_what_has_its_file_descriptor_now(tmp_path: Path) -> None:
     async def scenario(watched: Watched) -> None:
         with Peer(watched.address) as peer:
