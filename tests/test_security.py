@@ -167,11 +167,11 @@ def test_a_status_is_the_same_before_while_and_after_others_work(local: Daemon) 
 
     before = seen()
     with local.submit("beta") as other:
-        other.send("generate", id="r", prompt="a prompt", sampling=FOREVER)
+        other.send("generate", id="work", prompt="a prompt", sampling=FOREVER)
         assert [other.receive()["type"] for _ in range(2)] == ["accepted", "chunk"]
         assert seen() == before
-        other.send("cancel", id="r")
-        other.until_terminal("r")
+        other.send("cancel", id="work")
+        other.until_terminal("work")
     assert seen() == before
     assert before["tenants"]["acme"]["service"] is None, "it is raised to what others got"
 

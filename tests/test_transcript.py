@@ -82,10 +82,10 @@ def test_credit_is_no_part_of_what_is_asked_for(changed: dict[str, object], is_s
     assert same is is_same
 
 
-def stream(number: int, text: str = "") -> Stream:
+def stream(number: int, text: str = "", tenant: str = "acme") -> Stream:
     made = Transcript(str(number))
     made.add(text, (number,))
-    return Stream(RequestKey("acme", str(number)), b"", is_whole=False, transcript=made)
+    return Stream(RequestKey(tenant, str(number)), b"", is_whole=False, transcript=made)
 
 
 def test_the_oldest_go_first_by_age_and_by_size() -> None:
@@ -127,3 +127,18 @@ def test_what_is_kept_takes_about_as_much_memory_as_is_counted(num_top: int | No
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.7e6 < num_bytes < 1.3e6
+
+
+def test_who_holds_most_gives_up_its_oldest_first() -> None:
+    dropped: list[Stream] = []
+    kept = Retention(10.0, 6_000, dropped.append)
+    quiet = [stream(number, tenant="beta") for number in range(2)]
+    flood = [stream(number) for number in range(2, 50)]
+    for at, each in enumerate(quiet + flood):
+        kept.add(each, at / 10)
+    assert len(kept) == 5
+    assert dropped == flood[:-3]
+    assert all(kept.get(each.key) is each for each in quiet + flood[-3:])
+    kept.expire(10.1)
+    assert dropped[-2:] == quiet
+    assert [kept.get(each.key) for each in quiet] == [None, None]
