@@ -149,7 +149,8 @@ def test_chunks_wait_for_credit_and_come_together(tmp_path: Path) -> None:
 
 
 def test_a_client_that_gives_no_credit_for_too_much_text_ends_alone(tmp_path: Path) -> None:
-    with daemon(tmp_path, max_client_buffer_bytes=4096) as served, served.submit() as peer:
+    slowly = runner(0.001)
+    with daemon(tmp_path, runner=slowly, max_client_buffer_bytes=4096) as served, served.submit() as peer:
         peer.send("generate", id="slow", prompt="hello", sampling={"max_tokens": 2000, "seed": 1}, credit=10)
         peer.send("generate", id="other", prompt="hello", sampling={"max_tokens": 2000, "seed": 2})
         ends = {}
