@@ -52,12 +52,13 @@ class KvSpace:
         self._ledger = Ledger(plan, overcommit)
         self._pools = tuple(PagePool(group.num_pages) for group in plan.groups)
         self._specs = tuple(group.spec for group in plan.groups)
+        self._page_size = plan.page_size
         self._shrinking = tuple(i for i, spec in enumerate(self._specs) if spec.gives_back)
         self.prefix_note = "on" if reuse else "off: cache.prefix is false"
         prefix = PrefixCache(
             self._specs,
             self._pools,
-            plan.page_size,
+            self._page_size,
             identity,
             secret,
             most_new=0 if disk is None else _MOST_NEW,
@@ -142,7 +143,7 @@ class KvSpace:
         """
         row, start = request.row, request.num_computed
         assert row is not None
-        if start > request.prefill_end and start % self.plan.page_size and end % self.plan.page_size:
+        if start > request.prefill_end and start % self._page_size and end % self._page_size:
             return True  # in the midst of a page a decode step changes nothing: all happens at its borders
         assert start >= row.num_reused, f"row {row.row_id} writes position {start} of a shared page"
         if self._recording is not None:
