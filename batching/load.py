@@ -15,9 +15,16 @@ from mlxd.batching import kernel_check, tuning
 from mlxd.batching.attention import Kernel
 from mlxd.batching.attention_kernel import is_supported
 from mlxd.batching.blas import ensure_blas
-from mlxd.batching.errors import ModelError, SettingError
+from mlxd.batching.errors import ModelError
 from mlxd.batching.fingerprint import fingerprint
-from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
+from mlxd.batching.memory import (
+    PAGE_SIZES,
+    check_attention,
+    device_memory_bytes,
+    device_name,
+    layers_of,
+    plan_for,
+)
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.runner import Progress, RunnerInfo
@@ -91,9 +98,7 @@ def load_runner(
     blas = ensure_blas()
     if blas.warning:
         logger.warning("%s", blas.warning)
-    if attention == "kernel" and not mx.cuda.is_available():
-        sentence = f"is 'kernel', which needs MLX's CUDA device; this machine has its {device_name()} device"
-        raise SettingError(("decode", "attention"), sentence)
+    check_attention(attention)
     folder = resolve(model_path, progress)
     with blaming_path(model_path):
         loaded = load_model(folder, progress, max_model_len, name=model_path)

@@ -37,6 +37,13 @@ def device_memory_bytes() -> int:
     return int(info["memory_size"])
 
 
+def check_attention(attention: str) -> None:
+    """Raises SettingError where this machine has not what the configured variant needs."""
+    if attention == "kernel" and not mx.cuda.is_available():
+        sentence = f"is 'kernel', which needs MLX's CUDA device; this machine has its {device_name()} device"
+        raise SettingError(("decode", "attention"), sentence)
+
+
 def main_dtype(parameters: Iterable[mx.array]) -> mx.Dtype:
     """The dtype of most floating-point parameters, so of activations."""
     sizes: dict[mx.Dtype, int] = {}

@@ -2,7 +2,14 @@
 
 from typing import Literal
 
-from mlxd.batching.memory import PAGE_SIZES, device_memory_bytes, device_name, layers_of, plan_for
+from mlxd.batching.memory import (
+    PAGE_SIZES,
+    check_attention,
+    device_memory_bytes,
+    device_name,
+    layers_of,
+    plan_for,
+)
 from mlxd.batching.model import blaming_path, open_model, resolve
 from mlxd.batching.runner import Progress
 from mlxd.caches.quantization import Quantization
@@ -22,6 +29,7 @@ def preview_plan(
     page_size: int | Literal["auto"],
     checkpoints: float,
     quantization: Quantization | None,
+    attention: str,
     progress: Progress,
 ) -> MemoryPlan:
     """The memory plan of these settings, as in the configuration.
@@ -32,6 +40,7 @@ def preview_plan(
         SettingError: the model cannot be opened or batched, or a setting does not fit it or this machine.
         ModelError: it cannot be fetched.
     """
+    check_attention(attention)
     folder = resolve(model_path, progress)
     with blaming_path(model_path):
         loaded = open_model(folder, max_model_len, name=model_path)

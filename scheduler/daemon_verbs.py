@@ -87,6 +87,7 @@ def _memory_plan(config: Config, progress: Progress) -> MemoryPlan:
         page_size=config.cache.page_size,
         checkpoints=config.cache.checkpoint_share,
         quantization=config.cache.quantization,
+        attention=config.decode.attention,
         progress=progress,
     )
 

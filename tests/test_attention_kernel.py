@@ -22,7 +22,8 @@ from mlxd.batching.attention_kernel import KernelCase, Launch, is_supported
 from mlxd.batching.errors import SettingError
 from mlxd.batching.kernel_check import fault_in, random_step, relative_errors
 from mlxd.batching.load import load_runner
-from mlxd.batching.runner import RunnerInfo
+from mlxd.batching.preview import preview_plan
+from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
 from mlxd.caches.quantization import Quantization
@@ -296,6 +297,19 @@ def test_the_kernel_is_refused_where_there_is_no_cuda(tmp_path: Path) -> None:
     needs = r"^decode.attention is 'kernel', which needs MLX's CUDA device; this machine has its cpu device"
     with ThreadPoolExecutor(1) as engine, pytest.raises(SettingError, match=needs):
         engine.submit(lambda: load(tmp_path, "kernel")).result()  # it clears its thread's streams
+    with pytest.raises(SettingError, match=needs):
+        preview_plan(
+            model_path=str(tmp_path / "no model is opened"),
+            max_model_len=None,
+            max_rows=1,
+            prefill_chunk="auto",
+            budget="8MiB",
+            page_size="auto",
+            checkpoints=0.0,
+            quantization=None,
+            attention="kernel",
+            progress=ignore_progress,
+        )
 
 
 def test_the_name_of_a_kernel_changes_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ def test_the_same_budget_holds_five_times_as_many_pages(model: Path) -> None:
             page_size=64,
             checkpoints=0.1,
             quantization=quantization,
+            attention="auto",
             progress=ignore_progress,
         ).groups
         return group.num_pages
