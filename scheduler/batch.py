@@ -13,7 +13,8 @@ from mlxd.scheduler.prefill import PrefillBudget, PrefillTurns
 from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.request import Request, RequestState
 from mlxd.scheduler.step import Step
-from mlxd.scheduler.tenants import Tenant, TenantBook
+from mlxd.scheduler.tenant import Tenant
+from mlxd.scheduler.tenants import TenantBook
 
 
 class Batch:

@@ -7,15 +7,14 @@ from mlxd.batching.plan import RowResult, StepPlan, StepResult
 from mlxd.batching.runner import RunnerInfo
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.metrics.recorder import NullRecorder, Recorder
-from mlxd.metrics.stats import RequestStats, StepStats
+from mlxd.metrics.stats import StepStats
 from mlxd.scheduler.admission import Admission
 from mlxd.scheduler.batch import Batch
 from mlxd.scheduler.config import Config, TenantLimits
-from mlxd.scheduler.deadlines import Deadlines
-from mlxd.scheduler.errors import RevokedError
-from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.events import Accepted, Event, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.fairness import FairnessMeter
 from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.open_requests import OpenRequests
 from mlxd.scheduler.policy import make_policy
 from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.request import Request, RequestState, derive_seed
@@ -58,14 +57,13 @@ class Scheduler:
             secret=secret,
             disk=disk,
         )
-        self.book = TenantBook(config.tenants, config.scheduler, self.space)
+        self.book = TenantBook(config.tenants, config.scheduler, self.space, policy)
         self.is_draining = False
         self._policy = policy
         preemption = Preemption(config.scheduler, self.space, self.book, policy)
         self._admission = Admission(
             config.scheduler, info, space=self.space, book=self.book, policy=policy, preemption=preemption
         )
-        self._deadlines = Deadlines()
         self.batch = Batch(
             config.scheduler,
             info,
@@ -79,7 +77,7 @@ class Scheduler:
         self._eos = info.eos_token_ids
         self._seed = seed
         self._recorder = recorder or NullRecorder()
-        self._open: dict[RequestKey, Request] = {}
+        self._open = OpenRequests(self.book, self.batch, admission=self._admission, recorder=self._recorder)
         self._next_step = Step(step_id=1)
         self._launched: deque[Step] = deque()
         self._tally = Tally()
@@ -107,8 +105,7 @@ class Scheduler:
             self._recorder.rejected(key.tenant, refusal.reason)
             return refusal
         self._num_accepted += 1
-        self._open[key] = request
-        self._deadlines.add(request)
+        self._open.add(request)
         self._admission.queue(request, submission.arrived_at)
         self._recorder.accepted(key.tenant)
         return Accepted(key)
@@ -146,7 +143,9 @@ class Scheduler:
         request = self._open.get(key)
         if request is None:
             return []
-        return [self._revoke(request, now) if outcome == "revoked" else self._finish(request, outcome, now)]
+        if outcome == "revoked":
+            return [self._open.revoke(request, now)]
+        return [self._open.finish(request, outcome, now)]
 
     def set_tenants(self, tenants: Sequence[TenantLimits], now: float) -> list[Event]:
         """Take new settings; requests whose tenant is gone, or that could not enter any more, end.
@@ -155,31 +154,25 @@ class Scheduler:
         """
         names = {tenant.name for tenant in tenants}
         gone = [request for request in self._open.values() if request.tenant not in names]
-        events: list[Event] = [self._revoke(request, now) for request in gone]
+        events: list[Event] = [self._open.revoke(request, now) for request in gone]
         self.fairness.keep(names)
         self.book.update(tenants, self._open.values(), now)
         for request in list(self._open.values()):
             tenant = self.book[request.tenant]
             why = self._admission.never_fits(request, tenant) or self._admission.above_quota(request, tenant)
             if why:
-                events.append(self._revoke(request, now, why))
+                events.append(self._open.revoke(request, now, why))
         return events
-
-    def _revoke(self, request: Request, now: float, why: str = "") -> Finished:
-        error = RevokedError()
-        return self._finish(request, "revoked", now, error.code, why or str(error))
 
     def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
         """Tell the end of every open request and touch nothing else: the rest of the state may be broken."""
-        requests, self._open = list(self._open.values()), {}
-        for request in requests:
-            self._recorder.request(_request_stats(request, "failed", now))
-        return [Finished(request.key, "failed", request.usage, error_code, error) for request in requests]
+        return self._open.abandon(error_code, error, now)
 
     def end_all(self, outcome: str, error_code: str, error: str, now: float) -> list[Event]:
         """End every open request, in order of arrival."""
         return [
-            self._finish(request, outcome, now, error_code, error) for request in list(self._open.values())
+            self._open.finish(request, outcome, now, error_code, error)
+            for request in list(self._open.values())
         ]
 
     def schedule(self, now: float, events: list[Event]) -> StepPlan | None:
@@ -190,16 +183,16 @@ class Scheduler:
         Args:
             events: appended to: the ends of requests whose deadline passed or cannot be met any more.
         """
-        for request in self._deadlines.passed(now):
-            message = f"the deadline passed after {now - request.arrived_at:.3f} s"
-            events.append(self._finish(request, "expired", now, "expired", message))
+        for end in self._open.expire(now):
+            events.append(end)
             self.fairness.missed["expired"] += 1
         self.book.age(now)
         step = self._next_step
         step.planned_at = now
         self.batch.plan(step, now)
         while step.hopeless:
-            events.append(self._give_up(step.hopeless.pop(), now))
+            events.append(self._open.give_up(step.hopeless.pop(), now))
+            self.fairness.missed["hopeless"] += 1
         if step.is_empty:
             return None
         if step.preempted:
@@ -212,15 +205,8 @@ class Scheduler:
 
     def wakes_at(self, now: float) -> float | None:
         """When, with no step launched, time alone lets a step be planned or ends a request; None: never."""
-        times = [self._admission.ready_at(now), self._deadlines.next]
+        times = [self._admission.ready_at(now), self._open.next_deadline]
         return min((time for time in times if time is not None), default=None)
-
-    def _give_up(self, request: Request, now: float) -> Finished:
-        assert request.deadline is not None
-        self.fairness.missed["hopeless"] += 1
-        needed_s, left_s = self.batch.pace.least_s(request), request.deadline - now
-        message = f"it takes {needed_s:.3f} s at least; its deadline is in {left_s:.3f} s"
-        return self._finish(request, "hopeless", now, "hopeless", message)
 
     def postprocess(self, plan: StepPlan, result: StepResult, now: float, events: list[Event]) -> StepStats:
         """Take a step's tokens and faults.
@@ -253,6 +239,7 @@ class Scheduler:
         self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
         self.batch.pace.observe(result.decode_s)
         tally, self._tally = self._tally, Tally()
+        tally.left = self._open.take_num_left()
         return tally.stats(step, result, now)
 
     def _accept(self, request: Request, result: RowResult, now: float, events: list[Event]) -> None:
@@ -270,41 +257,10 @@ class Scheduler:
         logprobs = () if result.logprobs is None else (result.logprobs,)
         events.append(Tokens(request.key, (result.token,), logprobs))
         if result.token in request.stop_ids:
-            events.append(self._finish(request, "stop", now))
+            events.append(self._open.finish(request, "stop", now))
         elif len(request.output) >= request.sampling.max_tokens:
-            events.append(self._finish(request, "length", now))
+            events.append(self._open.finish(request, "length", now))
 
-    def _fail(self, request: Request, code: str, now: float) -> Finished:
+    def _fail(self, request: Request, code: str, now: float) -> Event:
         self.space.forget(request)
-        return self._finish(request, "failed", now, code, f"this request's own computation failed: {code}")
-
-    def _finish(
-        self, request: Request, outcome: str, now: float, error_code: str = "", error: str = ""
-    ) -> Finished:
-        had_row = request.row is not None
-        if had_row:
-            self.batch.remove(request)
-        else:
-            self.book.drop(request)
-        request.transition(RequestState.FINISHED)
-        del self._open[request.key]
-        self._deadlines.discard(request)
-        if had_row:
-            self._admission.row_left(now, len(self._open))
-            self._tally.left += 1
-        self._recorder.request(_request_stats(request, outcome, now))
-        return Finished(request.key, outcome, request.usage, error_code, error)
-
-
-def _request_stats(request: Request, outcome: str, now: float) -> RequestStats:
-    arrived_at = request.arrived_at
-    return RequestStats(
-        tenant=request.tenant,
-        outcome=outcome,
-        prompt_tokens=len(request.prompt),
-        cached_tokens=request.num_cached,
-        generated_tokens=len(request.output),
-        queue_s=None if request.entered_at is None else request.entered_at - arrived_at,
-        first_token_s=None if request.first_token_at is None else request.first_token_at - arrived_at,
-        duration_s=now - arrived_at,
-    )
+        return self._open.fail(request, code, now)
