@@ -218,15 +218,14 @@ class Scheduler:
         """
         step = self._launched.popleft()
         assert step.step_id == plan.step_id, f"step {plan.step_id} read before step {step.step_id}"
-        for request, entry, row in zip(step.decoding, step.decode, result.rows, strict=True):
-            assert row.row_id == entry.row.row_id, (
-                f"result of row {row.row_id} in place of {entry.row.row_id}"
-            )
+        for request, entry, drawn in zip(step.decoding, step.decode, result.rows, strict=True):
+            row = entry.row
+            assert drawn.row_id == row.row_id, f"result of row {drawn.row_id} in place of {row.row_id}"
             request.num_inflight -= 1
             if request.state is not RequestState.FINISHED:
-                self._accept(request, row, now, events)
+                self._accept(request, drawn, now, events)
                 drew_first = entry.token is not None
-                if drew_first and request.row is entry.row:
+                if drew_first and request.row is row:
                     self.space.share(request)
         for request, chunk in zip(step.prefilling, step.chunks, strict=True):
             fault = result.prefill_faults.get(chunk.row.row_id)
@@ -247,18 +246,19 @@ class Scheduler:
             self.book.lose_token(request)
             events.append(self._fail(request, result.fault, now))
             return
-        request.output.append(result.token)
+        key, token, output = request.key, result.token, request.output
+        output.append(token)
         if request.last_token_at is None:
             request.first_token_at = now
         else:
             self._tally.gaps_s.append(now - request.last_token_at)
         request.last_token_at = now
-        self._tally.generated[request.tenant] += 1
+        self._tally.generated[key.tenant] += 1
         logprobs = () if result.logprobs is None else (result.logprobs,)
-        events.append(Tokens(request.key, (result.token,), logprobs))
-        if result.token in request.stop_ids:
+        events.append(Tokens(key, (token,), logprobs))
+        if token in request.stop_ids:
             events.append(self._open.finish(request, "stop", now))
-        elif len(request.output) >= request.sampling.max_tokens:
+        elif len(output) >= request.sampling.max_tokens:
             events.append(self._open.finish(request, "length", now))
 
     def _fail(self, request: Request, code: str, now: float) -> Event:
