@@ -9,6 +9,7 @@ from mlxd.scheduler.batch import Batch
 from mlxd.scheduler.deadlines import Deadlines
 from mlxd.scheduler.errors import RevokedError
 from mlxd.scheduler.events import Event, Finished, RequestKey
+from mlxd.scheduler.policy import Policy
 from mlxd.scheduler.request import Request, RequestState
 from mlxd.scheduler.tenants import TenantBook
 
@@ -16,13 +17,17 @@ from mlxd.scheduler.tenants import TenantBook
 class OpenRequests(Mapping[RequestKey, Request]):
     """Every open request in order of arrival, from its acceptance to its one Finished.
 
-    What ends gives back its row and pages.
+    What ends gives back its row and pages. Tokens that launched steps draw for it still are charged: nobody
+    will read them, but else whoever cancels in time would be served for nothing.
     """
 
-    def __init__(self, book: TenantBook, batch: Batch, *, admission: Admission, recorder: Recorder) -> None:
+    def __init__(
+        self, book: TenantBook, batch: Batch, *, policy: Policy, admission: Admission, recorder: Recorder
+    ) -> None:
         self._requests: dict[RequestKey, Request] = {}
         self._book = book
         self._batch = batch
+        self._policy = policy
         self._admission = admission
         self._recorder = recorder
         self._deadlines = Deadlines()
@@ -58,6 +63,10 @@ class OpenRequests(Mapping[RequestKey, Request]):
             self._batch.remove(request)
         else:
             self._book.drop(request)
+        if request.num_inflight:
+            tenant = self._book[request.tenant]
+            self._policy.charge(tenant, 0, request.num_inflight)
+            self._book.use(tenant, request.num_inflight, now)
         request.transition(RequestState.FINISHED)
         del self._requests[request.key]
         self._deadlines.discard(request)

@@ -77,7 +77,9 @@ class Scheduler:
         self._eos = info.eos_token_ids
         self._seed = seed
         self._recorder = recorder or NullRecorder()
-        self._open = OpenRequests(self.book, self.batch, admission=self._admission, recorder=self._recorder)
+        self._open = OpenRequests(
+            self.book, self.batch, policy=policy, admission=self._admission, recorder=self._recorder
+        )
         self._next_step = Step(step_id=1)
         self._launched: deque[Step] = deque()
         self._tally = Tally()

@@ -7,7 +7,7 @@ from mlxd.scheduler.config import TenantLimits
 from mlxd.scheduler.lane import TenantQueue
 from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.quota import TokenBucket, rated
-from mlxd.scheduler.request import Request, RequestState
+from mlxd.scheduler.request import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -85,14 +85,13 @@ class Tenant:
         self.num_prefilling -= request.prefill_left == 0
 
     def leave(self, request: Request, reserved_bytes: int) -> None:
-        """Its request gives up its row."""
+        """Its request gives up its row; of its minute it still holds the tokens in flight."""
         self.num_running -= 1
         self.reserved_bytes -= reserved_bytes
         self.prefill_left -= request.prefill_left
         self.num_prefilling -= request.prefill_left > 0
         if self.bucket is not None:
-            to_come = request.num_inflight if request.state is RequestState.PREEMPTED else 0
-            self.bucket.release(request.quota - to_come)
+            self.bucket.release(request.quota - request.num_inflight)
 
     def gauges(self) -> TenantGauges:
         return TenantGauges(len(self.queue), self.num_running, self.reserved_bytes, self.service)

@@ -121,13 +121,9 @@ class TenantBook:
                     self.enqueue(request, now)
 
     def drop(self, request: Request) -> None:
-        """A request without a row ended; tokens of the row it had may be in flight and will not count."""
-        tenant = self._tenants[request.tenant]
-        if request in tenant.queue:
+        """A request without a row ends."""
+        if request in self._tenants[request.tenant].queue:
             self.dequeue(request)
-        if tenant.bucket is not None:
-            tenant.bucket.release(request.num_inflight)
-            self.line.note(tenant)
 
     def lose_token(self, request: Request) -> None:
         """A token in flight went wrong and will not count. A row's are released when it leaves."""
@@ -156,7 +152,7 @@ class TenantBook:
         self._note(tenant)
 
     def leave(self, request: Request) -> None:
-        """A request gives up its row."""
+        """A request gives up its row; the tokens it has in flight are its tenant's to `use`, or lost."""
         tenant = self._tenants[request.tenant]
         tenant.leave(request, self._space.bytes_of(request.worst_case))
         self.reserves.release(tenant.name, request.worst_case)
