@@ -1,5 +1,6 @@
 """From submissions to steps, and from their results to events. Pure: it is told the time."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -91,7 +92,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._open) - len(self.batch)
+        return len(self._open) - len(self.batch) - self.num_paused
+
+    @property
+    def num_paused(self) -> int:
+        """Open requests that neither run nor wait for a row."""
+        return self.book.num_paused
 
     @property
     def num_steps(self) -> int:
@@ -147,6 +153,18 @@ class Scheduler:
         if request is None:
             return []
         return [self._revoke(request, now) if outcome == "revoked" else self._finish(request, outcome, now)]
+
+    def pause(self, key: RequestKey) -> None:
+        """An open request gives up its row, or its turn, until `unpause`; an unknown key is nothing."""
+        request = self._open.get(key)
+        if request is not None and request.state is not RequestState.PAUSED:
+            self.batch.pause(self._next_step, request)
+
+    def unpause(self, key: RequestKey, now: float) -> None:
+        """A paused request waits for a row again; any other is left as it is."""
+        request = self._open.get(key)
+        if request is not None and request.state is RequestState.PAUSED:
+            self.batch.unpause(request, now)
 
     def set_tenants(self, tenants: Sequence[TenantLimits], now: float) -> list[Event]:
         """Take new settings; requests whose tenant is gone, or that could not enter any more, end.
@@ -211,8 +229,13 @@ class Scheduler:
         return step.plan(scrub, self.batch.take_left(), restored, copies)
 
     def wakes_at(self, now: float) -> float | None:
-        """When, with no step launched, time alone lets a step be planned or ends a request; None: never."""
+        """When, with no step launched, time alone lets a step be planned or ends a request.
+
+        Infinite where all open requests are paused, which is no fault; None: never.
+        """
         times = [self._admission.ready_at(now), self._deadlines.next]
+        if self._open and self.num_paused == len(self._open):
+            times.append(math.inf)
         return min((time for time in times if time is not None), default=None)
 
     def _give_up(self, request: Request, now: float) -> Finished:
@@ -261,9 +284,9 @@ class Scheduler:
             events.append(self._fail(request, result.fault, now))
             return
         request.output.append(result.token)
-        if request.last_token_at is None:
+        if request.first_token_at is None:
             request.first_token_at = now
-        else:
+        elif request.last_token_at is not None:
             self._tally.gaps_s.append(now - request.last_token_at)
         request.last_token_at = now
         self._tally.generated[request.tenant] += 1
