@@ -44,7 +44,7 @@ class Judge:
             decoded = [(entry.row.row_id, entry.position, -1) for entry in plan.decode]
             self.plans.append([*decoded, *((c.row.row_id, c.start, c.end) for c in plan.prefill)])
         self._check_caps(simulation)
-        self._check_no_row_is_idle(simulation)
+        self._check_no_row_is_idle(simulation, plan)
         simulation.scheduler.space.check_integrity()
         gap = simulation.scheduler.fairness.gap(simulation.competing())
         self.largest_gap = max(self.largest_gap, gap)
@@ -83,13 +83,18 @@ class Judge:
         self._least_ahead[tenant.name] = min(self._least_ahead[tenant.name], ahead)
         assert ahead - self._least_ahead[tenant.name] <= limits.tokens_per_minute + 1e-6
 
-    def _check_no_row_is_idle(self, simulation: Simulation) -> None:
+    def _check_no_row_is_idle(self, simulation: Simulation, plan: StepPlan | None) -> None:
         """Whoever might have entered after the last planning, and still might, was passed over for nothing.
 
         Within a planning a tenant may come below its `max_prefilling` only after rows were given out.
         """
         before, self._admissible = self._admissible, self._find_admissible(simulation)
-        assert not before & self._admissible, "waits beside a free row"
+        ends = {chunk.row.row_id: chunk.end for chunk in plan.prefill} if plan is not None else {}
+        book, running = simulation.scheduler.book, simulation.scheduler.batch._running
+        prefilled = Counter(r.tenant for row_id, r in running.items() if ends.get(row_id) == r.prefill_end)
+        for key in before & self._admissible:
+            num_prefilling = book[key.tenant].num_prefilling + prefilled[key.tenant]
+            assert num_prefilling >= self._limits[key.tenant].max_prefilling, "waits beside a free row"
 
     def _find_admissible(self, simulation: Simulation) -> set[RequestKey]:
         scheduler = simulation.scheduler
