@@ -147,7 +147,7 @@ class EngineLoop:
             case Pause():
                 self._scheduler.pause(command.key)
             case Unpause():
-                self._scheduler.unpause(command.key, now)
+                self._scheduler.unpause(command.key)
             case Ping():
                 command.callback()
             case Drain():

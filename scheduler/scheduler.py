@@ -157,14 +157,14 @@ class Scheduler:
     def pause(self, key: RequestKey) -> None:
         """An open request gives up its row, or its turn, until `unpause`; an unknown key is nothing."""
         request = self._open.get(key)
-        if request is not None and request.state is not RequestState.PAUSED:
+        if request is not None:
             self.batch.pause(self._next_step, request)
 
-    def unpause(self, key: RequestKey, now: float) -> None:
+    def unpause(self, key: RequestKey) -> None:
         """A paused request waits for a row again; any other is left as it is."""
         request = self._open.get(key)
-        if request is not None and request.state is RequestState.PAUSED:
-            self.batch.unpause(request, now)
+        if request is not None:
+            self.batch.unpause(request)
 
     def set_tenants(self, tenants: Sequence[TenantLimits], now: float) -> list[Event]:
         """Take new settings; requests whose tenant is gone, or that could not enter any more, end.
@@ -308,7 +308,7 @@ class Scheduler:
         if had_row:
             self.batch.remove(request)
         else:
-            self.book.drop(request)
+            self.batch.drop(request)
         request.transition(RequestState.FINISHED)
         del self._open[request.key]
         self._deadlines.discard(request)

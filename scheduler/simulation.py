@@ -132,7 +132,7 @@ class Simulation:
             case Act.PAUSE:
                 self.scheduler.pause(key)
             case Act.UNPAUSE:
-                self.scheduler.unpause(key, self.now)
+                self.scheduler.unpause(key)
 
     def _launch(self, plan: StepPlan) -> None:
         result = self._cost.run(plan)

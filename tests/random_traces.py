@@ -65,7 +65,14 @@ def _pauses(random: Random, at: float) -> tuple[tuple[float, float], ...]:
 def _tenant(random: Random, name: str, num_tenants: int, *, caps: bool) -> TenantLimits:
     weight = random.choice([0.5, 1.0, 1.0, 4.0])
     if not caps or random.random() < 0.4:
-        return TenantLimits(name=name, weight=weight, max_waiting=10_000, max_priority="interactive")
+        max_prefilling = 2 if caps else 1024
+        return TenantLimits(
+            name=name,
+            weight=weight,
+            max_waiting=10_000,
+            max_priority="interactive",
+            max_prefilling=max_prefilling,
+        )
     return TenantLimits(
         name=name,
         weight=weight,
