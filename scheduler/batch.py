@@ -53,7 +53,6 @@ class Batch:
         self._max_rows = min(config.max_rows, info.memory.max_rows, info.max_batch)
         self._turns = PrefillTurns(policy, book)
         self._running: dict[int, Request] = {}
-        self._unpaused: dict[int, Request] = {}
         self._num_of_class = [0] * len(Priority)
         self._left: list[int] = []
         self.num_entered = 0
@@ -77,8 +76,6 @@ class Batch:
 
     def plan(self, step: Step, now: float) -> None:
         """Fill `step`; it stays empty where nothing can be computed before a launched step is read."""
-        if self._unpaused:
-            self._queue_unpaused(now)
         was_short, self._is_short_of_pages = self._is_short_of_pages, False
         if not was_short:
             self._make_way(step, now)
@@ -96,48 +93,6 @@ class Batch:
                 self._add_decode(step, request)
         if step.is_empty:
             self._plan_oldest(step)
-
-    def pause(self, step: Step, request: Request) -> None:
-        """Keep a request out of the batch and out of its queue until `unpause`.
-
-        It does as a preempted one does, but makes way for its own client and for nobody else: so that
-        counts among no preemptions, and what it computes again is charged.
-
-        Args:
-            step: the one that is planned next.
-        """
-        if request.state is RequestState.PAUSED:
-            self._unpaused.pop(request.number, None)
-            return
-        has_row = request.row is not None
-        request.transition(RequestState.PAUSED)
-        if has_row:
-            request.pays_again = True
-            self.remove(request)
-            step.preempted.append("credit")
-        else:
-            self._book.dequeue(request)
-        request.blocked_since = None
-        self._book.pause(request)
-
-    def unpause(self, request: Request) -> None:
-        """Queue a paused request at the place its arrival gives it, once its tokens in flight were read."""
-        if request.state is RequestState.PAUSED:
-            self._unpaused[request.number] = request
-
-    def _queue_unpaused(self, now: float) -> None:
-        """With a token in flight a request cannot enter, and would hold up its tenant's others."""
-        for request in [r for r in self._unpaused.values() if not r.num_inflight]:
-            del self._unpaused[request.number]
-            self._book.unpause(request)
-            request.transition(RequestState.PREEMPTED)
-            request.last_token_at = None  # the gap was its client's own
-            self._admission.queue(request, now)
-
-    def drop(self, request: Request) -> None:
-        """A request without a row ended."""
-        self._unpaused.pop(request.number, None)
-        self._book.drop(request)
 
     def take_left(self) -> tuple[int, ...]:
         """Ids of rows that were planned and left since the last call."""

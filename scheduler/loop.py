@@ -145,9 +145,9 @@ class EngineLoop:
             case Cancel():
                 self._events += self._scheduler.cancel(command.key, command.outcome, now)
             case Pause():
-                self._scheduler.pause(command.key)
+                self._scheduler.paused.pause(command.key)
             case Unpause():
-                self._scheduler.unpause(command.key)
+                self._scheduler.paused.unpause(command.key)
             case Ping():
                 command.callback()
             case Drain():

@@ -17,6 +17,7 @@ from mlxd.scheduler.errors import RevokedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.fairness import FairnessMeter
 from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.paused import Paused
 from mlxd.scheduler.policy import make_policy
 from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.request import Request, RequestState, derive_seed
@@ -32,6 +33,7 @@ class Scheduler:
 
     Attributes:
         space, book, batch, fairness: KV memory, tenants, rows, and how they are shared; others only read.
+        paused: requests that wait for their clients.
         is_draining: refuse what is submitted from now on.
     """
 
@@ -81,6 +83,7 @@ class Scheduler:
         self._seed = seed
         self._recorder = recorder or NullRecorder()
         self._open: dict[RequestKey, Request] = {}
+        self.paused = Paused(self._open, batch=self.batch, book=self.book, admission=self._admission)
         self._next_step = Step(step_id=1)
         self._launched: deque[Step] = deque()
         self._tally = Tally()
@@ -92,12 +95,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._open) - len(self.batch) - self.num_paused
-
-    @property
-    def num_paused(self) -> int:
-        """Open requests that neither run nor wait for a row."""
-        return self.book.num_paused
+        return len(self._open) - len(self.batch) - len(self.paused)
 
     @property
     def num_steps(self) -> int:
@@ -154,18 +152,6 @@ class Scheduler:
             return []
         return [self._revoke(request, now) if outcome == "revoked" else self._finish(request, outcome, now)]
 
-    def pause(self, key: RequestKey) -> None:
-        """An open request gives up its row, or its turn, until `unpause`; an unknown key is nothing."""
-        request = self._open.get(key)
-        if request is not None:
-            self.batch.pause(self._next_step, request)
-
-    def unpause(self, key: RequestKey) -> None:
-        """A paused request waits for a row again; any other is left as it is."""
-        request = self._open.get(key)
-        if request is not None:
-            self.batch.unpause(request)
-
     def set_tenants(self, tenants: Sequence[TenantLimits], now: float) -> list[Event]:
         """Take new settings; requests whose tenant is gone, or that could not enter any more, end.
 
@@ -189,7 +175,8 @@ class Scheduler:
 
     def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
         """Tell the end of every open request and touch nothing else: the rest of the state may be broken."""
-        requests, self._open = list(self._open.values()), {}
+        requests = list(self._open.values())
+        self._open.clear()
         for request in requests:
             self._recorder.request(_request_stats(request, "failed", now))
         return [Finished(request.key, "failed", request.usage, error_code, error) for request in requests]
@@ -215,6 +202,7 @@ class Scheduler:
         self.book.age(now)
         step = self._next_step
         step.planned_at = now
+        step.preempted += self.paused.settle(now)
         self.batch.plan(step, now)
         while step.hopeless:
             events.append(self._give_up(step.hopeless.pop(), now))
@@ -234,7 +222,7 @@ class Scheduler:
         Infinite where all open requests are paused, which is no fault; None: never.
         """
         times = [self._admission.ready_at(now), self._deadlines.next]
-        if self._open and self.num_paused == len(self._open):
+        if self._open and len(self.paused) == len(self._open):
             times.append(math.inf)
         return min((time for time in times if time is not None), default=None)
 
@@ -308,7 +296,7 @@ class Scheduler:
         if had_row:
             self.batch.remove(request)
         else:
-            self.batch.drop(request)
+            self.paused.drop(request)
         request.transition(RequestState.FINISHED)
         del self._open[request.key]
         self._deadlines.discard(request)

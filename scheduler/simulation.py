@@ -130,9 +130,9 @@ class Simulation:
             case Act.CANCEL:
                 events += self.scheduler.cancel(key, "cancelled", self.now)
             case Act.PAUSE:
-                self.scheduler.pause(key)
+                self.scheduler.paused.pause(key)
             case Act.UNPAUSE:
-                self.scheduler.unpause(key)
+                self.scheduler.paused.unpause(key)
 
     def _launch(self, plan: StepPlan) -> None:
         result = self._cost.run(plan)

@@ -27,7 +27,7 @@ class SnapshotMaker:
             steps=scheduler.num_steps,
             waiting=scheduler.num_waiting,
             running=len(scheduler.batch),
-            paused=scheduler.num_paused,
+            paused=len(scheduler.paused),
             prefilling=prefilling,
             prefill_tokens_left=prefill_tokens_left,
             tenants=self._gauges(),

@@ -33,12 +33,12 @@ def turns(world: World, count: int) -> None:
 
 def pause(world: World, name: str, tenant: str = "a") -> Request:
     key = RequestKey(tenant, name)
-    world.scheduler.pause(key)
+    world.scheduler.paused.pause(key)
     return world.scheduler._open[key]
 
 
 def unpause(world: World, name: str, tenant: str = "a") -> None:
-    world.scheduler.unpause(RequestKey(tenant, name))
+    world.scheduler.paused.unpause(RequestKey(tenant, name))
 
 
 def running(world: World) -> list[str]:
@@ -78,7 +78,7 @@ def test_its_row_and_its_promise_go_to_others_and_its_text_is_that_of_a_run_alon
     assert running(world) == ["other"]
     turns(world, 60)
     check_text(world, other)
-    assert (world.scheduler.num_open, world.scheduler.num_paused, world.scheduler.num_waiting) == (1, 1, 0)
+    assert (world.scheduler.num_open, len(world.scheduler.paused), world.scheduler.num_waiting) == (1, 1, 0)
     assert len(tokens(world, "slow")) <= num_turns
     unpause(world, "slow")
     world.run()
@@ -158,10 +158,10 @@ def test_tokens_in_flight_come_and_may_end_it(num_turns: int) -> None:
     if world.scheduler.num_open:
         pause(world, "slow")
         turns(world, 4)
-    assert (world.scheduler.num_paused == 1) == (num_turns < 5)
+    assert (len(world.scheduler.paused) == 1) == (num_turns < 5)
     unpause(world, "slow")
     world.run()
-    assert world.scheduler.num_paused == 0
+    assert len(world.scheduler.paused) == 0
     check_text(world, made)
 
 
@@ -195,7 +195,7 @@ def test_whatever_ends_a_request_ends_a_paused_one(case: str, num_turns: int) ->
     end(world)
     assert outcome(world, "slow") == expected
     world.run()
-    assert world.scheduler.num_paused == 0
+    assert len(world.scheduler.paused) == 0
     if expected != "revoked":
         bucket = world.scheduler.book["a"].bucket
         assert bucket is not None
@@ -255,15 +255,15 @@ def test_an_unknown_key_and_what_is_so_already_are_nothing() -> None:
     turns(world, 3)
     unpause(world, "slow")
     assert running(world) == ["slow"]
-    world.scheduler.pause(RequestKey("a", "none"))
-    world.scheduler.unpause(RequestKey("b", "slow"))
+    world.scheduler.paused.pause(RequestKey("a", "none"))
+    world.scheduler.paused.unpause(RequestKey("b", "slow"))
     for _ in range(2):
         pause(world, "slow")
-    assert world.scheduler.num_paused == 1
+    assert len(world.scheduler.paused) == 1
     unpause(world, "slow")
     world.run()
-    world.scheduler.pause(RequestKey("a", "slow"))
-    assert world.scheduler.num_paused == 0
+    world.scheduler.paused.pause(RequestKey("a", "slow"))
+    assert len(world.scheduler.paused) == 0
 
 
 def test_it_takes_a_place_of_its_own_tenants_and_of_nobody_elses() -> None:
@@ -363,16 +363,16 @@ def test_random_pauses_change_no_text_end_everything_once_and_leave_nothing(seed
             world.submit(to_come.pop())
         each = rng.choice(made).key
         if rng.random() < 0.4:
-            world.scheduler.pause(each)
+            world.scheduler.paused.pause(each)
         else:
-            world.scheduler.unpause(rng.choice(made).key)
+            world.scheduler.paused.unpause(rng.choice(made).key)
         world.turn()
     for each in to_come:
         world.submit(each)
     for each in made:
-        world.scheduler.unpause(each.key)
+        world.scheduler.paused.unpause(each.key)
     world.run()
     for each in made:
         check_text(world, each)
-    assert world.scheduler.num_paused == 0
+    assert len(world.scheduler.paused) == 0
     assert all(tenant.bucket is None or tenant.bucket.held == 0 for tenant in world.scheduler.book)
