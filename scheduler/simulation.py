@@ -201,10 +201,14 @@ def _info(machine: Machine, max_rows: int) -> RunnerInfo:
 
 def _bound(trace: Trace, arrivals: Sequence[Arrival]) -> float:
     """Of the gap between two competing tenants. Source: arXiv 2401.00588, theorem on backlogged clients."""
-    sent = [arrival.submission for arrival in arrivals]
-    prompt = max((len(submission.prompt) for submission in sent), default=0)
-    outputs = (
-        max((submission.sampling.max_tokens for submission in sent), default=0) * trace.scheduler.max_rows
-    )
+    most_drawn = max((arrival.submission.sampling.max_tokens for arrival in arrivals), default=0)
+    prompt = max((_longest_prefill(arrival) for arrival in arrivals), default=0)
+    outputs = most_drawn * trace.scheduler.max_rows
     cost = max(trace.scheduler.prompt_weight * prompt, trace.scheduler.output_weight * outputs)
     return 2 * cost / min(tenant.weight for tenant in trace.tenants)
+
+
+def _longest_prefill(arrival: Arrival) -> int:
+    """Positions that one row may be charged for; after a pause what it had drawn is among them."""
+    drawn = arrival.submission.sampling.max_tokens if arrival.pauses else 0
+    return len(arrival.submission.prompt) + drawn

@@ -286,7 +286,10 @@ def test_a_connection_that_is_not_read_pauses_what_it_asked_for(tmp_path: Path) 
         wait_until(lambda: paused(served) == 1, 20.0)
         other.send("generate", id="other", **body)
         assert other.until_terminal("other", 20.0)[-1]["type"] == "done"
-        assert served.metric("mlxd_client_buffer_bytes") <= 4096
+        held = served.metric("mlxd_client_buffer_bytes")
+        assert 0 < held <= 4096
+        time.sleep(0.3)
+        assert served.metric("mlxd_client_buffer_bytes") == held, "no sign of life is put behind it"
         messages = slow.until_terminal("slow", 20.0)
         assert messages[-1]["type"] == "done"
         assert tokens(messages) == ALONE
