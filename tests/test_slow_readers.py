@@ -1,5 +1,6 @@
 """Clients that read less than is made for them, on real sockets: their requests make way and come back."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 from wire_daemon import TERMINAL, Daemon, Peer, config, daemon_of, runner, tokenizer, wait_until
 
 from mlxd.batching.fake_runner import fake_completion
@@ -17,6 +19,7 @@ from mlxd.scheduler.config import SchedulerConfig
 from mlxd.scheduler.events import RequestKey
 from mlxd.scheduler.open_streams import OpenStreams
 from mlxd.scheduler.pauses import Pauses
+from mlxd.scheduler.readers import Readers
 from mlxd.scheduler.retention import Retention
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.stream import Stream
@@ -57,7 +60,7 @@ def num_ended(served: Daemon, outcome: str) -> float:
 def until_paused(served: Daemon, peer: Peer, request_id: str = "slow", **fields: Any) -> None:
     """A request with credit for ten bytes, until the daemon holds enough of it."""
     peer.send("generate", id=request_id, **SLOW, credit=10, **fields)
-    wait_until(lambda: paused(served) == 1)
+    wait_until(lambda: paused(served) == 1, 20.0)
 
 
 @dataclass
@@ -184,7 +187,7 @@ def test_a_paused_request_ends_alone_when_its_time_is_over(tmp_path: Path) -> No
         slow.send("generate", id="other", **SLOW)
         ends = {message["id"]: message for message in ended(slow, 2)}
         assert ends["slow"]["code"] == "slow_client"
-        assert 0.5 < time.monotonic() - begun < 5.0
+        assert 0.5 < time.monotonic() - begun < 15.0
         assert ends["other"]["type"] == "done"
         assert num_ended(served, "slow_client") == 1
         assert paused(served) == 0
@@ -209,11 +212,11 @@ def test_the_oldest_of_too_many_paused_bytes_ends_first(tmp_path: Path) -> None:
     ):
         until_paused(served, slow, "0")
         other.send("generate", id="small", **SLOW, credit=10)
-        wait_until(lambda: paused(served, "beta") == 1)
+        wait_until(lambda: paused(served, "beta") == 1, 20.0)
         slow.send("generate", id="1", **SLOW, credit=10)
         [end] = ended(slow, 1)
         assert (end["id"], end["code"]) == ("0", "slow_client")
-        wait_until(lambda: paused(served) == 1)
+        wait_until(lambda: paused(served) == 1, 20.0)
         assert paused(served, "beta") == 1
 
 
@@ -295,10 +298,20 @@ def test_a_connection_that_is_not_read_pauses_what_it_asked_for(tmp_path: Path) 
         assert tokens(messages) == ALONE
 
 
-def test_a_small_bound_holds_for_chunks_too() -> None:
-    stream, _ = one_stream(100_000)
-    stream.credit = None
-    chunk = stream.next_message(1024)
-    assert isinstance(chunk, wire.Chunk)
-    assert 800 < 10 * len(chunk.token_ids) <= 1024
-    assert stream.next_message(0) is None
+def test_no_chunk_takes_more_than_a_quarter_of_what_a_connection_may_leave_unread() -> None:
+    """However much there is to tell: one that finds no room is no reason to end the connection's requests."""
+    stream, streams = one_stream(100_000)
+    sent: list[wire.ServerMessage] = []
+
+    def send(session: Session, message: wire.ServerMessage) -> int:
+        sent.append(message)
+        return 0
+
+    async def tell() -> None:
+        pauses = Pauses(FakeEngine(), streams, 4096)  # type: ignore[arg-type]
+        Readers(send, streams, pauses, 4096).attach(stream, Session(), 0, UNSET)
+
+    asyncio.run(tell())
+    lengths = [10 * len(message.token_ids) for message in sent if isinstance(message, wire.Chunk)]
+    assert sum(lengths) == 100_000
+    assert 900 < max(lengths) <= 1024
