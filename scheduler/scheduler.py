@@ -1,5 +1,6 @@
 """From submissions to steps, and from their results to events. Pure: it is told the time."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from mlxd.scheduler.events import Accepted, Event, Rejected, RequestKey, Submiss
 from mlxd.scheduler.fairness import FairnessMeter
 from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.open_requests import OpenRequests
+from mlxd.scheduler.paused import Paused
 from mlxd.scheduler.policy import make_policy
 from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.request import Request, RequestState, derive_seed
@@ -30,6 +32,7 @@ class Scheduler:
 
     Attributes:
         space, book, batch, fairness: KV memory, tenants, rows, and how they are shared; others only read.
+        paused: requests that wait for their clients.
         is_draining: refuse what is submitted from now on.
     """
 
@@ -80,6 +83,7 @@ class Scheduler:
         self._open = OpenRequests(
             self.book, self.batch, policy=policy, admission=self._admission, recorder=self._recorder
         )
+        self.paused = Paused(self._open, batch=self.batch, book=self.book, admission=self._admission)
         self._next_step = Step(step_id=1)
         self._launched: deque[Step] = deque()
         self._tally = Tally()
@@ -91,7 +95,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._open) - len(self.batch)
+        return len(self._open) - len(self.batch) - len(self.paused)
 
     @property
     def num_steps(self) -> int:
@@ -191,6 +195,7 @@ class Scheduler:
         self.book.age(now)
         step = self._next_step
         step.planned_at = now
+        step.preempted += self.paused.settle(now)
         self.batch.plan(step, now)
         while step.hopeless:
             events.append(self._open.give_up(step.hopeless.pop(), now))
@@ -206,8 +211,13 @@ class Scheduler:
         return step.plan(scrub, self.batch.take_left(), restored, copies)
 
     def wakes_at(self, now: float) -> float | None:
-        """When, with no step launched, time alone lets a step be planned or ends a request; None: never."""
+        """When, with no step launched, time alone lets a step be planned or ends a request.
+
+        Infinite where all open requests are paused, which is no fault; None: never.
+        """
         times = [self._admission.ready_at(now), self._open.next_deadline]
+        if self._open and len(self.paused) == len(self._open):
+            times.append(math.inf)
         return min((time for time in times if time is not None), default=None)
 
     def postprocess(self, plan: StepPlan, result: StepResult, now: float, events: list[Event]) -> StepStats:
@@ -250,9 +260,9 @@ class Scheduler:
             return
         key, token, output = request.key, result.token, request.output
         output.append(token)
-        if request.last_token_at is None:
+        if request.first_token_at is None:
             request.first_token_at = now
-        else:
+        elif request.last_token_at is not None:
             self._tally.gaps_s.append(now - request.last_token_at)
         request.last_token_at = now
         self._tally.generated[key.tenant] += 1

@@ -22,6 +22,7 @@ class Tenant:
         is_held: whether a cap of its own kept its next request waiting when rows were given out last.
         queue: requests outside the batch. `queue_number`: order in which queues began, which it gets anew.
         num_running, reserved_bytes: its rows, and what they reserve.
+        num_paused: its requests that neither run nor are queued.
         num_prefilling, prefill_left: its rows that prefill, and the positions they still have to compute.
         service: weighted tokens it was served, divided by its weight; moved by the policy alone.
         received: the same without what `service` was lifted by.
@@ -38,6 +39,7 @@ class Tenant:
     queue: TenantQueue = field(default_factory=TenantQueue)
     queue_number: int = 0
     num_running: int = 0
+    num_paused: int = 0
     reserved_bytes: int = 0
     num_prefilling: int = 0
     prefill_left: int = 0
@@ -94,4 +96,6 @@ class Tenant:
             self.bucket.release(request.quota - request.num_inflight)
 
     def gauges(self) -> TenantGauges:
-        return TenantGauges(len(self.queue), self.num_running, self.reserved_bytes, self.service)
+        return TenantGauges(
+            len(self.queue), self.num_running, self.reserved_bytes, self.service, self.num_paused
+        )

@@ -8,7 +8,7 @@ from mlxd.scheduler.kv_space import KvSpace
 from mlxd.scheduler.line import Line
 from mlxd.scheduler.policy import Policy
 from mlxd.scheduler.priority import Priority
-from mlxd.scheduler.request import Request
+from mlxd.scheduler.request import Request, RequestState
 from mlxd.scheduler.reserves import Reserves
 from mlxd.scheduler.tenant import Tenant
 
@@ -21,6 +21,7 @@ class TenantBook:
         line: who of them is next.
         reserves: pages kept for tenants.
         waiting: queued requests of each class, their own and not the one that ageing raised them to.
+        num_paused: requests of all tenants that neither run nor are queued.
         touched: names of tenants whose live state changed; whoever publishes it empties it.
     """
 
@@ -34,6 +35,7 @@ class TenantBook:
         self._promisable = space.room
         self._ageing = Ageing(scheduler.ageing_s)
         self.waiting = [0] * len(Priority)
+        self.num_paused = 0
         self.queued: dict[str, Tenant] = {}
         self.line = Line(policy)
         self._num_queues = 0
@@ -53,7 +55,8 @@ class TenantBook:
             else:
                 tenant.update(c, self._reservable_bytes, now)
             self._tenants[c.name] = tenant
-        assert not any(gone.queue or gone.num_running for gone in before.values()), "its requests have ended"
+        has_requests = any(gone.queue or gone.num_running or gone.num_paused for gone in before.values())
+        assert not has_requests, "its requests have ended"
         self.reserves = Reserves({c.name: c.kv_reserve for c in configs}, self._promisable)
         for request in requests:
             self._hold(request)
@@ -109,6 +112,18 @@ class TenantBook:
         self.line.note(tenant)
         self.touched.add(tenant.name)
 
+    def pause(self, request: Request) -> None:
+        """A request that has no row and is not queued is kept so."""
+        self._count_paused(request, 1)
+
+    def unpause(self, request: Request) -> None:
+        self._count_paused(request, -1)
+
+    def _count_paused(self, request: Request, change: int) -> None:
+        self._tenants[request.tenant].num_paused += change
+        self.num_paused += change
+        self.touched.add(request.tenant)
+
     def age(self, now: float) -> None:
         """Raise the first requests of lanes that have waited too long for those of higher classes."""
         for level in range(self.best_waiting + 1, len(Priority)):
@@ -124,6 +139,8 @@ class TenantBook:
         """A request without a row ends."""
         if request in self._tenants[request.tenant].queue:
             self.dequeue(request)
+        elif request.state is RequestState.PAUSED:
+            self.unpause(request)
 
     def lose_token(self, request: Request) -> None:
         """A token in flight went wrong and will not count. A row's are released when it leaves."""

@@ -33,6 +33,13 @@ def test_the_gap_between_competing_tenants_stays_within_the_bound(first: int) ->
         check_fairness(seed)
 
 
+@default_blocks
+def test_all_of_it_holds_with_clients_that_stop_reading_and_go_on(first: int) -> None:
+    for seed in range(first, first + BLOCK):
+        check_anything_goes(seed, pauses=True)
+        check_fairness(seed, pauses=True)
+
+
 @pytest.mark.parametrize("first", range(0, 100, BLOCK))
 def test_who_is_next_is_so_by_the_plain_rule(first: int) -> None:
     for seed in range(first, first + BLOCK):
@@ -73,8 +80,9 @@ def test_a_reload_that_changes_nothing_changes_nothing(seed: int) -> None:
 @all_blocks
 def test_ten_thousand_traces_hold(first: int) -> None:
     for seed in range(first, first + BLOCK):
-        check_anything_goes(seed)
-        check_fairness(seed)
+        for pauses in (False, True):
+            check_anything_goes(seed, pauses=pauses)
+            check_fairness(seed, pauses=pauses)
         check_order(seed)
 
 

@@ -19,7 +19,7 @@ from multiprocessing import Pool
 from pathlib import Path
 
 from plain_line import PlainLine
-from random_traces import random_trace
+from random_traces import random_trace, with_pauses
 
 from mlxd.batching.plan import StepPlan
 from mlxd.scheduler.config import TenantLimits
@@ -45,6 +45,8 @@ class Judge:
         self._trace = trace
         self._limits = {tenant.name: tenant for tenant in trace.tenants}
         self._least_ahead: dict[str, float] = dict.fromkeys(self._limits, inf)
+        self._charged: dict[RequestKey, int] = {}
+        self._prompts: Counter[str] = Counter()
         self._admissible: set[RequestKey] = set()
         self._reached: Counter[RequestKey] = Counter()
         self.work: Counter[str] = Counter()
@@ -57,7 +59,7 @@ class Judge:
             self.plans.append([*decoded, *((c.row.row_id, c.start, c.end) for c in plan.prefill)])
             self._count_work(simulation, plan)
         self._check_caps(simulation)
-        self._check_no_row_is_idle(simulation)
+        self._check_no_row_is_idle(simulation, plan)
         simulation.scheduler.space.check_integrity()
         gap = simulation.scheduler.fairness.gap(simulation.competing())
         self.largest_gap = max(self.largest_gap, gap)
@@ -82,6 +84,8 @@ class Judge:
         reserved: Counter[str] = Counter()
         for request in scheduler.batch._running.values():
             reserved[request.tenant] += sum(request.worst_case.pages)
+            self._prompts[request.tenant] += request.num_charged - self._charged.get(request.key, 0)
+            self._charged[request.key] = request.num_charged
         num_pages = scheduler.space.plan.groups[0].num_pages
         assert sum(running.values()) <= self._trace.scheduler.max_rows
         kept = sum(
@@ -95,24 +99,31 @@ class Judge:
             assert reserved[tenant.name] <= limits.kv_share * num_pages
             if limits.max_priority == "batch":
                 assert all(request.priority == 2 for lane in tenant.queue.lanes for request in lane)
-            self._check_rate(tenant, limits, simulation.now)
+            self._check_rate(tenant, limits, simulation)
 
-    def _check_rate(self, tenant: Tenant, limits: TenantLimits, now: float) -> None:
+    def _check_rate(self, tenant: Tenant, limits: TenantLimits, simulation: Simulation) -> None:
         """Used tokens less those a steady rate had allowed never rise by more than a minute's worth."""
         if limits.tokens_per_minute is None or tenant.bucket is None:
             return
+        now = simulation.now
         assert 0 <= tenant.bucket.held <= tenant.bucket.level_at(now) + 1e-6
-        ahead = tenant.received * tenant.weight - limits.tokens_per_minute * now / 60
+        used = self._prompts[tenant.name] + simulation.record.tenants[tenant.name].generated
+        ahead = used - limits.tokens_per_minute * now / 60
         self._least_ahead[tenant.name] = min(self._least_ahead[tenant.name], ahead)
         assert ahead - self._least_ahead[tenant.name] <= limits.tokens_per_minute + 1e-6
 
-    def _check_no_row_is_idle(self, simulation: Simulation) -> None:
+    def _check_no_row_is_idle(self, simulation: Simulation, plan: StepPlan | None) -> None:
         """Whoever might have entered after the last planning, and still might, was passed over for nothing.
 
         Within a planning a tenant may come below its `max_prefilling` only after rows were given out.
         """
         before, self._admissible = self._admissible, self._find_admissible(simulation)
-        assert not before & self._admissible, "waits beside a free row"
+        ends = {chunk.row.row_id: chunk.end for chunk in plan.prefill} if plan is not None else {}
+        book, running = simulation.scheduler.book, simulation.scheduler.batch._running
+        prefilled = Counter(r.tenant for row_id, r in running.items() if ends.get(row_id) == r.prefill_end)
+        for key in before & self._admissible:
+            num_prefilling = book[key.tenant].num_prefilling + prefilled[key.tenant]
+            assert num_prefilling >= self._limits[key.tenant].max_prefilling, "waits beside a free row"
 
     def _find_admissible(self, simulation: Simulation) -> set[RequestKey]:
         scheduler = simulation.scheduler
@@ -150,15 +161,15 @@ class Judge:
         )
 
 
-def run(trace: Trace) -> tuple[Record, Judge]:
-    judge = Judge(trace)
-    return Simulation(trace, trace.arrivals(HERE), judge).run(), judge
+def run(trace: Trace, *, pauses: bool = False) -> tuple[Record, Judge]:
+    judge, arrivals = Judge(trace), trace.arrivals(HERE)
+    return Simulation(trace, with_pauses(arrivals, trace.seed) if pauses else arrivals, judge).run(), judge
 
 
-def check_anything_goes(seed: int) -> None:
+def check_anything_goes(seed: int, *, pauses: bool = False) -> None:
     """Caps, classes, cancels: every request ends once, and the judge sees every step."""
     trace = random_trace(seed)
-    record, judge = run(trace)
+    record, judge = run(trace, pauses=pauses)
     ended = Counter(
         name
         for name, tenant in record.tenants.items()
@@ -167,15 +178,15 @@ def check_anything_goes(seed: int) -> None:
     assert ended == Counter(arrival.submission.key.tenant for arrival in trace.arrivals(HERE)), seed
     outcomes = {name for tenant in record.tenants.values() for name in tenant.outcomes}
     assert outcomes <= {"stop", "length", "cancelled"}, seed
-    for limits in trace.tenants:
+    for limits in () if pauses else trace.tenants:
         charged = record.samples[-1][1][limits.name] * limits.weight
         assert isclose(charged, judge.work[limits.name], rel_tol=1e-9), f"{limits.name} is not charged all"
 
 
-def check_fairness(seed: int) -> None:
+def check_fairness(seed: int, *, pauses: bool = False) -> None:
     """No caps and one class: the gap of competing tenants stays within the bound, at every step."""
     trace = random_trace(seed, caps=False, classes=False)
-    record, judge = run(trace)
+    record, judge = run(trace, pauses=pauses)
     assert judge.largest_gap <= record.bound, seed
 
 
@@ -184,8 +195,9 @@ def check_order(seed: int) -> None:
     for policy in ("fair", "fcfs"):
         trace = random_trace(seed, policy=policy, deadlines=True)
         judge, plain_judge = Judge(trace), Judge(trace)
-        simulation = Simulation(trace, trace.arrivals(HERE), judge)
-        plain = Simulation(trace, trace.arrivals(HERE), plain_judge)
+        arrivals = with_pauses(trace.arrivals(HERE), seed)
+        simulation = Simulation(trace, arrivals, judge)
+        plain = Simulation(trace, arrivals, plain_judge)
         book = plain.scheduler.book
         book.line = PlainLine(book, make_policy(trace.scheduler))  # type: ignore[assignment]
         assert simulation.run() == plain.run(), (policy, "records")
@@ -201,7 +213,13 @@ def throughput_ratio(seed: int) -> float:
     return times[0] / times[1] if times[1] else 1.0
 
 
-CHECKS: tuple[Callable[[int], None], ...] = (check_anything_goes, check_fairness, check_order)
+def check_pauses(seed: int) -> None:
+    """All of it with clients that stop reading, and go on."""
+    check_anything_goes(seed, pauses=True)
+    check_fairness(seed, pauses=True)
+
+
+CHECKS: tuple[Callable[[int], None], ...] = (check_anything_goes, check_fairness, check_pauses, check_order)
 
 
 def broken(seed: int) -> list[str]:
