@@ -1,0 +1,70 @@
+"""What MLX says where memory runs out, and what only looks like it."""
+
+import mlx.core as mx
+import pytest
+
+from mlxd.batching import allocation
+from mlxd.batching.allocation import allocating, is_allocation_failure
+from mlxd.batching.errors import OutOfMemoryError
+
+FAILURES = [
+    RuntimeError("[malloc] Unable to allocate 1073741824 bytes."),
+    RuntimeError("[malloc_async] Unable to allocate 17179869184 bytes."),
+    RuntimeError(
+        "[metal::malloc] Attempting to allocate 96905199616 bytes which is greater than the maximum allowed "
+        "buffer size of 17179869184 bytes."
+    ),
+    RuntimeError("[metal::malloc] Resource limit (499000) exceeded."),
+    RuntimeError(
+        "[METAL] Command buffer execution failed: Insufficient Memory "
+        "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+    ),
+    RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"),
+    RuntimeError("cudaGraphInstantiate(&graph_exec, graph, 0) failed: out of memory"),
+    MemoryError(),
+    MemoryError("std::bad_alloc"),
+]
+OTHERS = [
+    RuntimeError("[METAL] Command buffer execution failed: Caused GPU Hang Error"),
+    RuntimeError("[METAL] Command buffer execution failed: Impacting Interactivity"),
+    RuntimeError("cudaGraphLaunch(graph, stream) failed: an illegal memory access was encountered"),
+    RuntimeError("[eval] Attempting to eval an array without a primitive."),
+    RuntimeError("the tokenizer is out of memory cards"),
+    ValueError("[malloc] Unable to allocate 1 bytes."),
+    IndexError("position 3 is outside the pages held"),
+]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=str)
+def test_a_failure_to_allocate_is_one_error_that_keeps_the_words(error: Exception) -> None:
+    assert is_allocation_failure(error)
+    with pytest.raises(OutOfMemoryError) as raised, allocating():
+        raise error
+    assert str(raised.value) == (str(error) or "no memory for a host object")
+    assert (raised.value.code, raised.value.__cause__) == ("out_of_memory", error)
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_whatever_else_goes_wrong_passes_as_it_is(error: Exception) -> None:
+    assert not is_allocation_failure(error)
+    with pytest.raises(type(error)) as raised, allocating():
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("kept", [FAILURES[0], OTHERS[0]], ids=str)
+def test_the_device_is_waited_for_and_what_its_stream_kept_is_the_same_failure_or_passes(
+    monkeypatch: pytest.MonkeyPatch, kept: RuntimeError
+) -> None:
+    def synchronize() -> None:
+        raise kept
+
+    monkeypatch.setattr(allocation.mx, "synchronize", synchronize)
+    expected = OutOfMemoryError if is_allocation_failure(kept) else RuntimeError
+    with pytest.raises(expected, match="Unable|Hang"), allocating():
+        raise FAILURES[0]
+
+
+def test_work_that_finds_memory_is_left_alone() -> None:
+    with allocating():
+        assert mx.ones((3,)).sum().item() == 3
