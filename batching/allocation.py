@@ -12,7 +12,7 @@ _SIGNS = re.compile(
     r"^\[(?:malloc|malloc_async|metal::malloc)\] (?:Unable|Attempting) to allocate \d+ bytes"
     r"|^\[metal::malloc\] Resource limit \(\d+\) exceeded"
     r"|^\[METAL\] Command buffer execution failed: Insufficient Memory"
-    r"|^cu\w+\(.*\) failed: out of memory"
+    r"|^cu\w+(?:\(.*\))? failed: out of memory"
 )
 """Sources: mlx/allocator.cpp, mlx/backend/metal/allocator.cpp and device.cpp, mlx/backend/cuda/allocator.cpp
 and utils.cpp. std::bad_alloc comes as MemoryError."""

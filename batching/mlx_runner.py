@@ -98,16 +98,17 @@ class MlxRunner:
         return list(storages.values())
 
     def reset(self) -> None:
-        """Empty pools, and no row known: as new, also after a step that failed.
+        """Empty pools, no row known, and no graph to trace: as new, also after a step that failed.
 
         Raises:
             OutOfMemoryError: there is no memory for the pools, though the old ones and what MLX keeps for
                 reuse were given back first.
         """
         self._batch = Batch(self.info.vocab_size)
-        self._whole.reset()
-        mx.clear_cache()
+        self.step.wanted.clear()
         with allocating():
+            self._whole.reset()
+            mx.clear_cache()
             mx.eval(self._whole.state())
 
     @property
@@ -232,9 +233,9 @@ class MlxRunner:
     def maintain(self) -> bool:
         """Trace the oldest bucket that ran eagerly for want of a trace."""
         for bucket in list(self.step.wanted)[:1]:
-            self.step.wanted.pop(bucket, None)
             with allocating():
                 self.trace(bucket.num_rows, bucket.widths, _params_with(bucket.sampling))
+            self.step.wanted.pop(bucket, None)
         return bool(self.step.wanted)
 
     @property

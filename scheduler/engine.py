@@ -49,7 +49,7 @@ class Engine:
     """Serves one model. Every method may be called from any thread; events come on the engine's own.
 
     An error in a step ends every open request with "engine_failed" and the engine with it: there is no
-    restart. Where memory runs out, the request whose row entered last ends, and the others are computed again.
+    restart. Where memory runs out, the request whose row entered last ends, and the others are computed anew.
 
     Args:
         runner_factory: makes the runner, on the engine thread; None loads the configured model.

@@ -20,7 +20,10 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request on its way to the scheduler, which takes what `check` let pass. Times: seconds of the engine's clock."""
+    """A request on its way to the scheduler, which takes what `check` lets pass.
+
+    Times are of the engine's clock, in seconds.
+    """
 
     key: RequestKey
     prompt: tuple[int, ...]
@@ -30,7 +33,7 @@ class Submission:
     deadline: float | None = None
 
     def check(self, vocab_size: int) -> None:
-        """Raises InvalidPromptError or InvalidParamError where a model of so many tokens cannot compute it."""
+        """Raises InvalidPromptError, InvalidParamError: no model of so many tokens can compute it."""
         if not self.prompt:
             raise InvalidPromptError("the prompt is empty")
         low, high = min(self.prompt), max(self.prompt)

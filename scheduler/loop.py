@@ -81,6 +81,7 @@ class EngineLoop:
         self._refuse_unseen(_STOPPED)
         self._tell(self._state)
         if _failure_of(self._finish_steps) is not None:
+            self._launched.clear()
             logger.warning("out of memory at the end: the latest pages of prefixes are not on disk")
         self._tell("stopped")
 

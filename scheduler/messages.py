@@ -269,7 +269,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What all tenants together make of the engine, after its latest step. Times in seconds, sizes in bytes.
 
     `pages`: cache group -> pages held by rows, pages in all; `cached_pages`: those no row holds, kept for
-    later prompts. `memory_planned_bytes`: weights and all pages. `out_of_memory`: times that a step found none.
+    later prompts. `memory_planned_bytes`: weights and all pages. `out_of_memory`: times that memory ran out.
     """
 
     steps: int

@@ -179,7 +179,7 @@ class Scheduler:
     def start_over(self, error_code: str, error: str, now: float, events: list[Event]) -> Request | None:
         """Give up launched steps and all that pages hold. The next plan is for a runner as new.
 
-        The row that entered last ends as "failed"; the others wait, and are computed again with the same draws.
+        The row that entered last ends as "failed"; the others wait, to be computed again with the same draws.
 
         Returns:
             The request that ended; None where there was no row.
@@ -195,7 +195,7 @@ class Scheduler:
         return ended
 
     def _lose(self, step: Step) -> None:
-        """Its tokens will never be read; what it was planned to compute was charged, and will not be again."""
+        """Its tokens will not be read; what it was to compute was charged, and will not be again."""
         for request in step.decoding:
             request.num_inflight -= 1
             if request.state is not RequestState.FINISHED:

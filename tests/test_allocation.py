@@ -3,9 +3,12 @@
 import mlx.core as mx
 import pytest
 
-from mlxd.batching import allocation
+from mlxd.batching import allocation, load
 from mlxd.batching.allocation import allocating, is_allocation_failure
-from mlxd.batching.errors import OutOfMemoryError
+from mlxd.batching.errors import ModelError, OutOfMemoryError
+from mlxd.batching.runner import ignore_progress
+from mlxd.scheduler.config import Config, ModelConfig
+from mlxd.scheduler.model_runner import load_model_runner
 
 FAILURES = [
     RuntimeError("[malloc] Unable to allocate 1073741824 bytes."),
@@ -61,10 +64,20 @@ def test_the_device_is_waited_for_and_what_its_stream_kept_is_the_same_failure_o
 
     monkeypatch.setattr(allocation.mx, "synchronize", synchronize)
     expected = OutOfMemoryError if is_allocation_failure(kept) else RuntimeError
-    with pytest.raises(expected, match="Unable|Hang"), allocating():
+    with pytest.raises(expected, match=r"Unable|Hang"), allocating():
         raise FAILURES[0]
 
 
 def test_work_that_finds_memory_is_left_alone() -> None:
     with allocating():
         assert mx.ones((3,)).sum().item() == 3
+
+
+def test_no_memory_for_the_model_itself_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(**settings: object) -> None:
+        raise FAILURES[0]
+
+    monkeypatch.setattr(load, "load_runner", no_memory)
+    config = Config(version=1, tenants=(), model=ModelConfig(path="builtin"))
+    with pytest.raises(ModelError, match=r"^builtin: memory ran out .*budget 0\.6: \[malloc\] Unable"):
+        load_model_runner(config, ignore_progress)

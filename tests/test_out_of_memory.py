@@ -121,8 +121,8 @@ REQUESTS = st.tuples(st.sampled_from(TENANTS), st.integers(1, 50), st.integers(1
 def scripts(draw: st.DrawFn) -> list[list[Command]]:
     """Requests over some turns, some of which are cancelled later."""
     turns: list[list[Command]] = [[] for _ in range(40)]
-    for number, (tenant, num_prompt, max_tokens) in enumerate(draw(st.lists(REQUESTS, min_size=1, max_size=10))):
-        at, request = draw(st.integers(0, 25)), send(str(number), tenant, num_prompt, max_tokens)
+    for number, shape in enumerate(draw(st.lists(REQUESTS, min_size=1, max_size=10))):
+        at, request = draw(st.integers(0, 25)), send(str(number), *shape)
         turns[at].append(request)
         if draw(st.integers(0, 4)) == 0:
             turns[at + draw(st.integers(1, 14))].append(Cancel(request.key, "cancelled"))
@@ -140,7 +140,7 @@ def test_whenever_it_happens_each_request_ends_once_and_the_others_draw_the_same
 
 @pytest.mark.parametrize("call", range(40))
 def test_each_call_of_a_run_may_be_the_one(call: int) -> None:
-    turns: list[list[Command]] = [[send("a0"), send("b0", "beta", 40)], [], [], [send("a1"), send("b1", "beta")]]
+    turns: list[list[Command]] = [[send("a0"), send("b0", "beta", 40)], [], [], [send("a1"), send("b1")]]
     played, runner = run({call}, turns)
     assert runner.num_failed == 1
     assert Counter(end.outcome for end in played.ends) <= Counter(failed=1, length=4)
@@ -166,7 +166,7 @@ def test_the_engine_fails_where_it_happens_again_with_no_row_left_and_no_step_in
             self._allocate()
             return False
 
-    runner = Restless(fake_memory(), {0, 3, 4}, vocab_size=VOCAB)
+    runner = Restless(fake_memory(), {0, 7, 8}, vocab_size=VOCAB)
     played = play(config_of(), runner, [[], [send("a0", max_tokens=1)]])
     assert played.failure == REASON
     assert runner.num_failed == 3, "the first alone was borne"
@@ -199,7 +199,7 @@ def test_it_is_no_preemption_that_counts_and_costs_no_tenant_anything() -> None:
 def test_what_lost_steps_had_planned_is_told_with_the_next_one() -> None:
     turns: list[list[Command]] = [[send(f"a{n}", num_prompt=30 + n) for n in range(3)], [], []]
     turns += [[] for _ in range(60)] + [[send("late", num_prompt=3)]]
-    played, _ = run({1, 2, 7, 8, 20}, turns)
+    played, _ = run({1, 2, 7}, turns)
     steps = played.tape.steps
     joined, left = sum(step.joined for step in steps), sum(step.left for step in steps)
     assert joined == left + sum(sum(step.preemptions.values()) for step in steps)
@@ -250,6 +250,6 @@ def test_no_page_goes_to_disk_whose_content_is_unknown_and_those_there_stay(
     for number, calls in enumerate((failing, set[int]())):
         runner = starved(calls, kind)
         with disk_in(tmp_path, runner) as disk:
-            played, _ = run(calls, turns, kind=kind, disk=disk)
+            run(calls, turns, kind=kind, disk=disk)
             assert number == 0 or disk.stats.pages["loaded"] > 0
             assert all(disk.stats.misses[reason] == 0 for reason in ("corrupt", "truncated", "foreign"))

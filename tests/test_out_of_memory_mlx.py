@@ -60,17 +60,18 @@ class Shortage:
 
 @contextmanager
 def shortage(runner: MlxRunner, fails_at: int | None) -> Iterator[Shortage]:
-    """Evaluations, and the moment when half the caches have adopted what a step wrote, are calls that fail."""
+    """Calls that fail: evaluations, and those when half the caches have adopted what a step writes."""
     short = Shortage(fails_at)
     middle = runner._caches[len(runner._caches) // 2]
+    calls = [(mx, "eval"), (mx, "async_eval"), (middle, "commit_decode_step"), (middle, "prefill")]
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((mx, "eval"), (mx, "async_eval"), (middle, "commit_decode_step"), (middle, "prefill")):
+        for owner, name in calls:
             patch.setattr(owner, name, short.wrap(getattr(owner, name)))
         yield short
 
 
 def serve(kind: str, fails_at: int | None = None) -> tuple[Play, int]:
-    """Three rows of two tenants, one that comes later, and one when all is over; and how often MLX was called."""
+    """Three rows, one of which comes later, and one when all is over; and how often MLX was called."""
     runner = subject(kind)
     runner.reset()
     config = make_config(*(make_tenant(name) for name in ("acme", "beta")), max_rows=4)
@@ -134,7 +135,7 @@ def test_other_errors_of_a_step_end_the_engine_as_ever(monkeypatch: pytest.Monke
     assert not isinstance(raised.value, OutOfMemoryError)
 
 
-def test_a_graph_is_not_retired_because_memory_ran_out_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_is_retired_because_memory_ran_out_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_rig("llama", "in_place", compiled=True).runner
     calls = iter([True])
 
