@@ -1,6 +1,6 @@
 """A daemon without a model in which one named point breaks: `python fault_points.py POINT ACTION CONFIG ARM`.
 
-The point works as always until the file ARM exists. ACTION: raise, hang, kill, or starve, which finds no memory
+The point works as always until the file ARM exists. ACTION: raise, hang, kill, or starve: finds no memory
 once and removes the file. With none of either, or with "quick" steps that take no time, nothing breaks.
 """
 

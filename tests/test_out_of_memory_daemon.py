@@ -1,4 +1,4 @@
-"""Memory runs out in a daemon: one request ends, the others and the process go on, a restart tells the same."""
+"""Memory runs out in a daemon: one request ends, all else goes on, and a restart tells the same."""
 
 import re
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """MLX finds no memory in the middle of a step: rows with every kind of state go on as if nothing had been."""
 
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,29 +40,39 @@ def subject(kind: str) -> MlxRunner:
 
 
 class Shortage:
-    """Counts the calls in which MLX allocates, and lets one of them fail: before its work, or after."""
+    """Counts the calls in which MLX allocates, and lets one of them fail: before its work, or after.
 
-    def __init__(self, fails_at: int | None) -> None:
+    Then nothing is left in any page that anybody may want.
+    """
+
+    def __init__(self, runner: MlxRunner, fails_at: int | None) -> None:
+        self._runner = runner
         self._fails_at = fails_at
         self.num_calls = 0
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
             number, self.num_calls = self.num_calls, self.num_calls + 1
-            if number == self._fails_at and number % 2:
-                raise RuntimeError(REASON)
-            result = call(*args, **options)
-            if number == self._fails_at:
+            is_last = number == self._fails_at
+            result = None if is_last and number % 2 else call(*args, **options)
+            if is_last:
+                self._spoil()
                 raise RuntimeError(REASON)
             return result
 
         return counted
 
+    def _spoil(self) -> None:
+        storages = [storage for cache in self._runner._caches for storage in cache.storages]
+        for array in (array for storage in storages for array in storage.state()):
+            is_float = mx.issubdtype(array.dtype, mx.floating)
+            array[:] = mx.full(array.shape, math.nan if is_float else 255, array.dtype)
+
 
 @contextmanager
 def shortage(runner: MlxRunner, fails_at: int | None) -> Iterator[Shortage]:
     """Calls that fail: evaluations, and those when half the caches have adopted what a step writes."""
-    short = Shortage(fails_at)
+    short = Shortage(runner, fails_at)
     middle = runner._caches[len(runner._caches) // 2]
     calls = [(mx, "eval"), (mx, "async_eval"), (middle, "commit_decode_step"), (middle, "prefill")]
     with pytest.MonkeyPatch.context() as patch:
