@@ -73,7 +73,7 @@ class Starved:
         return MlxRunner(model, layers, memory, info)
 
     def send(self, name: str, num_prompt: int, max_tokens: int = MAX_TOKENS) -> None:
-        prompt = [(7919 * (i + len(name))) % VOCAB for i in range(num_prompt)]
+        prompt = [(7919 * (i + sum(name.encode()))) % VOCAB for i in range(num_prompt)]
         at = self.engine.clock()
         self.engine.submit(submission(name, prompt, at=at, max_tokens=max_tokens, temperature=0.0))
 
@@ -101,15 +101,21 @@ class Starved:
         return {name: self.tokens[name] for name in names}
 
 
+def take_all_but(spare_mib: int) -> list[mx.array]:
+    mx.clear_cache()
+    num_mib = int(mx.device_info()["free_memory"]) // MIB - spare_mib
+    parts = [mx.zeros((min(1024, num_mib - at), MIB), mx.uint8) for at in range(0, num_mib, 1024)]
+    mx.eval(parts)
+    return parts
+
+
 def main(arguments: argparse.Namespace) -> int:
     if device_name() != "gpu":
         print("MLX has no GPU here, and its CPU build does not tell that memory ran out", file=sys.stderr)
         return 2
     starved = Starved()
     expected = starved.serve_rows()
-    taken = int(mx.device_info()["free_memory"]) - arguments.spare * MIB
-    ballast = mx.zeros((taken,), mx.uint8)
-    mx.eval(ballast)
+    ballast = take_all_but(arguments.spare)
     found = starved.serve_rows(beside=CHUNK + 1)
     starved.send("late", 100)
     while "late" not in starved.outcomes:
@@ -126,7 +132,7 @@ def main(arguments: argparse.Namespace) -> int:
         "out_of_memory": snapshot.out_of_memory,
         "equal_tokens": equal,
         "active_mib": snapshot.memory_active_bytes // MIB,
-        "taken_mib": taken // MIB,
+        "taken_mib": sum(part.nbytes for part in ballast) // MIB,
     }
     print(json.dumps(figures))
     starved.engine.stop(WAIT_S)
