@@ -13,9 +13,11 @@ _SIGNS = re.compile(
     r"|^\[metal::malloc\] Resource limit \(\d+\) exceeded"
     r"|^\[METAL\] Command buffer execution failed: Insufficient Memory"
     r"|^cu\w+(?:\(.*\))? failed: out of memory"
+    r"|^std::bad_alloc"
 )
-"""Sources: mlx/allocator.cpp, mlx/backend/metal/allocator.cpp and device.cpp, mlx/backend/cuda/allocator.cpp
-and utils.cpp. std::bad_alloc comes as MemoryError."""
+"""Sources: mlx/allocator.cpp; mlx/backend/metal/allocator.cpp and device.cpp; mlx/backend/cuda/allocator.cpp
+and utils.cpp; mlx/scheduler.cpp, where a stream's own thread threw. On this thread std::bad_alloc is a
+MemoryError. MLX's CPU allocator (0.32.4) says nothing: the process ends by a signal."""
 
 
 def is_allocation_failure(error: BaseException) -> bool:

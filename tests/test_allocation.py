@@ -1,5 +1,8 @@
 """What MLX says where memory runs out, and what only looks like it."""
 
+import subprocess
+import sys
+
 import mlx.core as mx
 import pytest
 
@@ -24,6 +27,7 @@ FAILURES = [
     ),
     RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"),
     RuntimeError("cudaGraphInstantiate(&graph_exec, graph, 0) failed: out of memory"),
+    RuntimeError("std::bad_alloc"),
     MemoryError(),
     MemoryError("std::bad_alloc"),
 ]
@@ -81,3 +85,25 @@ def test_no_memory_for_the_model_itself_is_one_sentence(monkeypatch: pytest.Monk
     config = Config(version=1, tenants=(), model=ModelConfig(path="builtin"))
     with pytest.raises(ModelError, match=r"^builtin: memory ran out .*budget 0\.6: \[malloc\] Unable"):
         load_model_runner(config, ignore_progress)
+
+
+ASKS_TOO_MUCH = """
+import resource
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+mx.eval(mx.ones((8,)))
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**27,) * 2)
+try:
+    mx.eval(mx.ones((2**28,)))
+except (RuntimeError, MemoryError) as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system holds a process to RLIMIT_AS")
+def test_on_a_cpu_mlx_ends_the_process_and_leaves_nothing_to_catch() -> None:
+    """The page on reliability says so. Where this fails, MLX tells it now, and the page has to."""
+    process = subprocess.run((sys.executable, "-c", ASKS_TOO_MUCH), capture_output=True, text=True)
+    assert (process.returncode < 0, process.stdout) == (True, "")
