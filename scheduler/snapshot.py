@@ -17,7 +17,7 @@ class SnapshotMaker:
         self._notes = {"prefix": scheduler.space.prefix_note}
 
     def make(
-        self, *, state: str, now: float, last_step_at: float, busy_since: float, out_of_memory: int
+        self, *, state: str, now: float, last_step_at: float, busy_since: float, out_of_memory: int = 0
     ) -> EngineSnapshot:
         scheduler, counters, info = self._scheduler, self._runner.counters(), self._runner.info
         prefilling, prefill_tokens_left = scheduler.batch.prefill_backlog()
