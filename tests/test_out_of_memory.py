@@ -21,7 +21,7 @@ from mlxd.caches.disk_tier import DiskTier
 from mlxd.caches.persistence import PageCodec
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.events import Accepted, RequestKey, Submission
-from mlxd.scheduler.inbox import Cancel, Command, Stop
+from mlxd.scheduler.inbox import Cancel, Command, Pause, Stop, Unpause
 from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.request import Request
 from mlxd.scheduler.scheduler import Scheduler
@@ -124,13 +124,18 @@ REQUESTS = st.tuples(st.sampled_from(TENANTS), st.integers(1, 50), st.integers(1
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[list[Command]]:
-    """Requests over some turns, some of which are cancelled later."""
-    turns: list[list[Command]] = [[] for _ in range(40)]
+    """Requests over some turns, some of which are paused for a while, or cancelled."""
+    turns: list[list[Command]] = [[] for _ in range(50)]
     for number, shape in enumerate(draw(st.lists(REQUESTS, min_size=1, max_size=10))):
         at, request = draw(st.integers(0, 25)), send(str(number), *shape)
         turns[at].append(request)
-        if draw(st.integers(0, 4)) == 0:
-            turns[at + draw(st.integers(1, 14))].append(Cancel(request.key, "cancelled"))
+        later = at + draw(st.integers(1, 14))
+        match draw(st.integers(0, 4)):
+            case 0:
+                turns[later].append(Cancel(request.key, "cancelled"))
+            case 1:
+                turns[later].append(Pause(request.key))
+                turns[later + draw(st.integers(0, 10))].append(Unpause(request.key))
     return turns
 
 
@@ -196,6 +201,19 @@ def test_tokens_in_flight_of_a_row_that_made_way_are_held_no_more(call: int) -> 
     turns: list[list[Command]] = [[lower], [], [], [], [send("higher", "beta", max_tokens=3)]]
     played, _ = run({call}, turns, config=config_of(max_rows=1))
     assert sum((Counter(step.preemptions) for step in played.tape.steps), Counter())["priority"] <= 1
+
+
+@pytest.mark.parametrize("call", range(4, 24))
+def test_a_request_whose_client_paused_it_pays_for_that_and_not_for_the_shortage(call: int) -> None:
+    slow = send("slow", max_tokens=30)
+    turns: list[list[Command]] = [[slow], [], [], [], [Pause(slow.key)], [], [], [Unpause(slow.key)]]
+    turns += [[], [], [], [send("young", "beta", 3, 40)]]
+    undisturbed, _ = run(set(), turns)
+    played, _ = run({call}, turns)
+    failed = [end.key.request_id for end in played.ends if end.outcome == "failed"]
+    assert len(failed) == (call != 7), "in that call no row was there"
+    if failed == ["young"]:
+        assert played.scheduler.book["acme"].received == undisturbed.scheduler.book["acme"].received
 
 
 def test_it_is_no_preemption_that_counts_and_costs_no_tenant_anything() -> None:
