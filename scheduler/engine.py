@@ -19,7 +19,6 @@ from mlxd.scheduler.disk import open_disk
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
     EngineFailedError,
-    InvalidPromptError,
     MlxdError,
     ModelError,
     RejectedError,
@@ -50,7 +49,7 @@ class Engine:
     """Serves one model. Every method may be called from any thread; events come on the engine's own.
 
     An error in a step ends every open request with "engine_failed" and the engine with it: there is no
-    restart.
+    restart. Where memory runs out, the request whose row entered last ends, and the others are computed anew.
 
     Args:
         runner_factory: makes the runner, on the engine thread; None loads the configured model.
@@ -161,8 +160,7 @@ class Engine:
             raise RejectedError("draining", "the daemon is draining", retryable=True)
         if submission.key.tenant not in self._tenants:
             raise RevokedError
-        _check_prompt(submission.prompt, self._info.vocab_size)
-        submission.sampling.check(self._info.vocab_size)
+        submission.check(self._info.vocab_size)
         if not self._inbox.submit(submission):
             limit = self._config.scheduler.max_waiting
             message = f"{limit} requests wait to be looked at already"
@@ -300,15 +298,6 @@ class Engine:
         self._publish(after_failure(self._snapshot, str(failure), self._clock()))
         if events:
             self._on_events(events)
-
-
-def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
-    if not prompt:
-        raise InvalidPromptError("the prompt is empty")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidPromptError(f"the prompt has token id {bad}; ids are from 0 to {vocab_size - 1}")
 
 
 def _ignore_events(events: Sequence[Event]) -> None:

@@ -14,6 +14,7 @@ LAYERS = ("metrics", "caches", "batching", "scheduler")
 MLX = {"mlx", "mlx_lm"}
 MLX_OWNERS = {
     "batching": {
+        "allocation",
         "attention",
         "attention_kernel",
         "attention_quantized",
@@ -25,6 +26,7 @@ MLX_OWNERS = {
         "load",
         "memory",
         "mlx_runner",
+        "mlx_step",
         "model",
         "page_softmax",
         "prefill",
@@ -67,6 +69,7 @@ OWNERS = {
     "prometheus_client": {"metrics.exporter", "metrics.prometheus"},
     "time": {
         "batching.mlx_runner",
+        "batching.mlx_step",
         "batching.tuning",
         "metrics.exporter",
         "metrics.prometheus",
