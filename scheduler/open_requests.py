@@ -98,6 +98,10 @@ class OpenRequests(Mapping[RequestKey, Request]):
         message = f"it takes {needed_s:.3f} s at least; its deadline is in {left_s:.3f} s"
         return self.finish(request, "hopeless", now, "hopeless", message)
 
+    def finish_all(self, outcome: str, error_code: str, error: str, now: float) -> list[Event]:
+        requests = list(self._requests.values())
+        return [self.finish(request, outcome, now, error_code, error) for request in requests]
+
     def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
         """Tell the end of all and touch nothing else: the rest of the state may be broken."""
         requests, self._requests = list(self._requests.values()), {}

@@ -51,7 +51,7 @@ class Scheduler:
             secret: at most 64 random bytes that the keys of cached prefixes depend on.
             disk: where cached prefixes outlive the process.
         """
-        policy = make_policy(config.scheduler)
+        policy = self._policy = make_policy(config.scheduler)
         self.space = KvSpace(
             info.memory,
             config.scheduler.overcommit,
@@ -62,7 +62,6 @@ class Scheduler:
         )
         self.book = TenantBook(config.tenants, config.scheduler, self.space, policy)
         self.is_draining = False
-        self._policy = policy
         preemption = Preemption(config.scheduler, self.space, self.book, policy)
         self._admission = Admission(
             config.scheduler, info, space=self.space, book=self.book, policy=policy, preemption=preemption
@@ -187,7 +186,7 @@ class Scheduler:
         self.space.forget_all()
         ended = self.batch.youngest
         if ended is not None:
-            events.append(self._finish(ended, "failed", now, error_code, error))
+            events.append(self._open.finish(ended, "failed", now, error_code, error))
         self._next_step.preempted += ["memory"] * self.batch.send_all_back(now)
         self.space.check_empty()
         return ended
@@ -202,10 +201,7 @@ class Scheduler:
 
     def end_all(self, outcome: str, error_code: str, error: str, now: float) -> list[Event]:
         """End every open request, in order of arrival."""
-        return [
-            self._open.finish(request, outcome, now, error_code, error)
-            for request in list(self._open.values())
-        ]
+        return self._open.finish_all(outcome, error_code, error, now)
 
     def schedule(self, now: float, events: list[Event]) -> StepPlan | None:
         """The next step; None where nothing can be computed now.
@@ -292,8 +288,7 @@ class Scheduler:
             self._tally.gaps_s.append(now - request.last_token_at)
         request.last_token_at = now
         self._tally.generated[key.tenant] += 1
-        logprobs = () if result.logprobs is None else (result.logprobs,)
-        events.append(Tokens(key, (token,), logprobs))
+        events.append(Tokens(key, (token,), () if result.logprobs is None else (result.logprobs,)))
         if token in request.stop_ids:
             events.append(self._open.finish(request, "stop", now))
         elif len(output) >= request.sampling.max_tokens:

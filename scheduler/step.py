@@ -49,11 +49,15 @@ class Step:
 
     def inherit(self, lost: "Step") -> None:
         """Count what was planned in a step that nobody will read: it is told with this one."""
-        self.prompt_tokens.update(lost.prompt_tokens)
-        self.recomputed_tokens.update(lost.recomputed_tokens)
-        self.cached_tokens.update(lost.cached_tokens)
-        self.prefix_query_tokens.update(lost.prefix_query_tokens)
-        self.prefix_hit_tokens.update(lost.prefix_hit_tokens)
+        for own, others in (
+            (self.prompt_tokens, lost.prompt_tokens),
+            (self.recomputed_tokens, lost.recomputed_tokens),
+            (self.cached_tokens, lost.cached_tokens),
+            (self.prefix_query_tokens, lost.prefix_query_tokens),
+            (self.prefix_hit_tokens, lost.prefix_hit_tokens),
+        ):
+            for name, count in others.items():
+                own[name] += count
         self.num_joined += lost.num_joined
         self.preempted += lost.preempted
 
