@@ -69,7 +69,10 @@ def _measure(options: argparse.Namespace) -> list[Line]:
 def _break_down(bench: "BenchModel", rows: int, options: argparse.Namespace, record: Record) -> None:
     from host_parts import schedule_ms, text_ms
     from models import make_runner
+    from operations import by_layer, of_step
     from step_parts import parts_of
+
+    from mlxd.batching.tuning import typical_widths
 
     num_tokens = 2 * (options.steps + _WARM_STEPS) + 2
     runner = make_runner(
@@ -81,28 +84,25 @@ def _break_down(bench: "BenchModel", rows: int, options: argparse.Namespace, rec
     )
     record({"kind": "choices", **runner.info.notes})
     record({"kind": "whole", **_whole(bench, runner, rows, options)})
-    for name, build in parts_of(bench.model, runner, [options.context] * rows, options.attention).items():
+    for name, build in parts_of(runner, [options.context] * rows, options.attention).items():
         record({"kind": "part", "part": name, **_apart(build, options.steps)})
+    counts = of_step(runner, rows, typical_widths(runner.info.memory, rows))
+    record({"kind": "operations", **by_layer(counts, len(bench.model.layers))})
     record({"kind": "host", "schedule_ms": schedule_ms(rows), "text_ms": text_ms(rows, options.tokenizer)})
 
 
 def _whole(bench: "BenchModel", runner: "MlxRunner", rows: int, options: argparse.Namespace) -> Line:
-    from operations import count_operations
-
     from mlxd.batching.driver import Driver
 
-    seen: list[mx.array] = []
     apart = _full(Driver(runner, runner.info.memory), bench, rows, options.context)
     splits = []
     for _ in range(_WARM_STEPS + options.steps):
-        with _launches(None) as launches:
+        with _launches() as launches:
             begun = time.perf_counter()
             apart.decode()
             ended = time.perf_counter()
         launched, returned = launches[-1]
         splits.append((launched - begun, returned - launched, ended - returned))
-    with _launches(seen):
-        apart.decode()
     _empty(apart)
     pipelined = _full(Driver(runner, runner.info.memory, pipelined=True), bench, rows, options.context)
     times = []
@@ -137,15 +137,13 @@ def _empty(driver: "Driver") -> None:
 
 
 @contextmanager
-def _launches(seen: "list[mx.array] | None") -> Iterator[list[tuple[float, float]]]:
-    """When `mx.async_eval` was called and returned, each time that somebody did; what it was given, too."""
+def _launches() -> Iterator[list[tuple[float, float]]]:
+    """When `mx.async_eval` was called and when it returned, each time that somebody did."""
     import mlx.core as mx
 
     original, times = mx.async_eval, list[tuple[float, float]]()
 
     def timed(*arrays: Any) -> None:
-        if seen is not None:
-            seen.extend(arrays)
         begun = time.perf_counter()
         original(*arrays)
         times.append((begun, time.perf_counter()))

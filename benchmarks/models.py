@@ -12,7 +12,7 @@ from mlx_lm.models import gemma3_text, llama
 from mlxd.batching import tuning
 from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
-from mlxd.batching.model import load_model, resolve
+from mlxd.batching.model import open_model, resolve
 from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.caches.kinds import group_specs
 from mlxd.caches.quantization import Quantization
@@ -93,6 +93,12 @@ class BenchModel:
     model: nn.Module
     vocab_size: int
 
+    def twin(self) -> nn.Module:
+        """The same arrays in modules of their own, which may be rewritten."""
+        twin, _ = _open(self.name)
+        twin.update(self.model.parameters())
+        return twin
+
 
 def load(name: str) -> BenchModel:
     """A shape of SHAPES with random weights, "smollm2", or whatever `mlxd serve` takes as a model.
@@ -100,15 +106,21 @@ def load(name: str) -> BenchModel:
     Weights are float32 on the CPU; random ones are bfloat16 on a GPU, and packed to 4 bits in groups of 64
     where the shape's name ends in "-4bit".
     """
+    model, vocab_size = _open(name)
+    mx.eval(model.parameters())
+    return BenchModel(name, model, vocab_size)
+
+
+def _open(name: str) -> tuple[nn.Module, int]:
+    """A model that is not evaluated, and its vocabulary's size."""
     shape = SHAPES.get(name.removesuffix(_PACKED))
-    if shape is not None:
-        model = random_model(shape)
-        if name.endswith(_PACKED):
-            nn.quantize(model, group_size=64, bits=4)
-        mx.eval(model.parameters())
-        return BenchModel(name, model, shape["vocab_size"])
-    loaded = load_model(resolve(SMOLLM2 if name == "smollm2" else name, ignore_progress), ignore_progress)
-    return BenchModel(name, loaded.model, loaded.vocab_size)
+    if shape is None:
+        opened = open_model(resolve(SMOLLM2 if name == "smollm2" else name, ignore_progress))
+        return opened.model, opened.vocab_size
+    model = random_model(shape)
+    if name.endswith(_PACKED):
+        nn.quantize(model, group_size=64, bits=4)
+    return model, shape["vocab_size"]
 
 
 def random_model(config: dict[str, Any]) -> nn.Module:
@@ -155,7 +167,7 @@ def make_runner(
         device=str(mx.default_device()),
         compiled=compile != "off",
     )
-    runner = MlxRunner(bench.model, layers, memory, info)
+    runner = MlxRunner(bench.twin(), layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
         attention = ", ".join(f"{min(ms, key=ms.__getitem__)} at {rows}" for rows, ms in times.items())

@@ -5,10 +5,11 @@
         --trace ../shared/traces/azure-llm-2023-conv.csv --time-scale 0.1 --length-scale 0.5
 
 Both load one folder with unpacked weights (random ones for a shape), whose end of text is a token that is
-never drawn, and serve one after the other. First some prompts alone: both must count the same tokens. Closed
-loop: so many clients, each sending its next request when its last one ended. Open loop, with `--trace`:
+never drawn, and serve one after the other; both must count the tokens that were asked for. Alone: one client.
+Closed loop: so many clients, each sending its next request when its last one ended. Open loop (`--trace`):
 requests when they were recorded, scaled in time and length. Greedy. Prints JSON lines: tokens a second from
-the first request to the last token, first token and gaps between pieces of text as clients see them, memory.
+the first request to the last token, first token and gaps between pieces of text as clients see them, memory,
+and how many answers were the same.
 
 The recording is AzureLLMInferenceTrace_conv.csv of the Azure Public Dataset, CC-BY 4.0 (Patel et al.,
 Splitwise, ISCA 2024).
@@ -17,14 +18,16 @@ Splitwise, ISCA 2024).
 import argparse
 import asyncio
 import itertools
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from azure import recorded
 from figures import Line, add_output_options, read_lines, record
 from lm_server import LmServer
-from server_load import Answer, Ask, closed_loop, figures, open_loop, same
+from server_load import Answer, Ask, WrongCountError, closed_loop, figures, open_loop, same
 from servers import MlxdServer, Server
 
 from mlxd.batching.blas import ensure_blas
@@ -33,6 +36,7 @@ from mlxd.scheduler.config import DecodeConfig
 Record = Callable[[Line], None]
 
 _NUM_ALONE = 4
+_WARM_TOKENS = 8
 _SPARE_POSITIONS = 64
 
 
@@ -44,21 +48,24 @@ def resident_bytes(pid: int) -> int:
     return 0
 
 
-async def load(
-    server: Server, options: argparse.Namespace, loads: dict[str, list[Ask]], record: Record
-) -> dict[str, list[Answer]]:
+class Load(NamedTuple):
+    """`num_clients`: of a closed loop; None: requests are sent when they are due."""
+
+    asks: list[Ask]
+    num_clients: int | None
+
+
+async def run(server: Server, loads: dict[str, Load], record: Record) -> dict[str, list[Answer]]:
     """All answers by load; the server has ended."""
     answers: dict[str, list[Answer]] = {}
     await server.start()
     try:
-        answers["alone"] = await closed_loop(server, loads["alone"], 1)
-        for name, asks in loads.items():
-            if name == "alone":
-                continue
+        for name, (asks, num_clients) in loads.items():
             # Once unmeasured: graphs are compiled and buffers are made.
-            await closed_loop(server, [_other(what) for what in asks[: options.clients]], options.clients)
-            if name == "closed":
-                answers[name] = await closed_loop(server, asks, options.clients)
+            at_once = num_clients or max(1, len(asks) // 4)
+            await closed_loop(server, [_other(what) for what in asks[:at_once]], at_once)
+            if num_clients is not None:
+                answers[name] = await closed_loop(server, asks, num_clients)
             else:
                 answers[name] = await open_loop(server, asks)
             record({"kind": name, "side": server.name, **figures(answers[name])})
@@ -71,14 +78,13 @@ async def load(
 
 
 def _other(what: Ask) -> Ask:
-    """A prompt of the same length that shares no beginning with it."""
+    """A prompt of the same length that shares no beginning with it, and a short answer."""
     words = what.prompt.split(" ")[1:]
-    return Ask(
-        0.0, "".join(f" {word}" for word in reversed(words)), what.prompt_tokens, min(8, what.num_tokens)
-    )
+    prompt = "".join(f" {word}" for word in reversed(words))
+    return Ask(0.0, prompt, what.prompt_tokens, min(_WARM_TOKENS, what.num_tokens))
 
 
-def make_loads(options: argparse.Namespace, text: Callable[[int, int], str]) -> dict[str, list[Ask]]:
+def make_loads(options: argparse.Namespace, text: Callable[[int, int], str]) -> dict[str, Load]:
     """`text`: of a seed and so many tokens."""
 
     def asks(sizes: Iterable[tuple[float, int, int]], seed: int) -> list[Ask]:
@@ -88,10 +94,13 @@ def make_loads(options: argparse.Namespace, text: Callable[[int, int], str]) -> 
         ]
 
     size = (0.0, options.prompt, options.output)
-    loads = {"alone": asks([size] * _NUM_ALONE, 0), "closed": asks([size] * options.requests, 1_000)}
+    loads = {
+        "alone": Load(asks([size] * _NUM_ALONE, 0), 1),
+        "closed": Load(asks([size] * options.requests, 1_000), options.clients),
+    }
     if options.trace:
         rows = recorded(options.trace, options.time_scale, options.length_scale)
-        loads["open"] = asks(itertools.islice(rows, options.requests), 1_000_000)
+        loads["open"] = Load(asks(itertools.islice(rows, options.requests), 1_000_000), None)
     return loads
 
 
@@ -102,7 +111,7 @@ async def compare(folder: Path, options: argparse.Namespace, record: Record) -> 
     model.mkdir()
     make_folder(options.model, options.tokenizer, model)
     loads = make_loads(options, Words(model).text)
-    longest = max(what.prompt_tokens + what.num_tokens for asks in loads.values() for what in asks)
+    longest = max(what.prompt_tokens + what.num_tokens for each in loads.values() for what in each.asks)
     decode = DecodeConfig(attention=options.attention, warmup_s=options.warmup)
     ours = MlxdServer(
         folder,
@@ -113,16 +122,9 @@ async def compare(folder: Path, options: argparse.Namespace, record: Record) -> 
         decode=decode,
     )
     theirs = LmServer(folder, model, options.rows or options.clients)
-    answers = [await load(server, options, loads, record) for server in (ours, theirs)]
-    for name in loads:
-        record(
-            {
-                "kind": "same",
-                "load": name,
-                "requests": len(loads[name]),
-                **same(answers[0][name], answers[1][name]),
-            }
-        )
+    answers = [await run(server, loads, record) for server in (ours, theirs)]
+    for name, found in answers[0].items():
+        record({"kind": "same", "load": name, "requests": len(found), **same(found, answers[1][name])})
 
 
 def measure(options: argparse.Namespace) -> list[Line]:
@@ -139,7 +141,10 @@ def measure(options: argparse.Namespace) -> list[Line]:
 
     keep(describe(blas))
     with tempfile.TemporaryDirectory(prefix="mlxd-serve-") as folder:
-        asyncio.run(compare(Path(folder), options, keep))
+        try:
+            asyncio.run(compare(Path(folder), options, keep))
+        except WrongCountError as error:
+            sys.exit(str(error))
     return lines
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,6 +9,10 @@ from dataclasses import dataclass, field
 
 from figures import Line, quantile
 from servers import Server
+
+
+class WrongCountError(Exception):
+    """A server counted other tokens than were asked for: what it did is not the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Answer:
 
 
 async def ask(server: Server, what: Ask, begun: float) -> Answer:
-    """Raises SystemExit where the server counts other tokens than were asked for."""
+    """Raises WrongCountError."""
     answer = Answer(what, time.monotonic() - begun)
     counted = 0, 0
     async for piece in server.stream(what.prompt, what.num_tokens):
@@ -51,7 +54,9 @@ async def ask(server: Server, what: Ask, begun: float) -> Answer:
     answer.ended_s = time.monotonic() - begun
     if counted != (what.prompt_tokens, what.num_tokens):
         wanted = f"{what.prompt_tokens} + {what.num_tokens}"
-        raise SystemExit(f"{server.name} counted {counted[0]} + {counted[1]} tokens where {wanted} were due")
+        raise WrongCountError(
+            f"{server.name} counted {counted[0]} + {counted[1]} tokens where {wanted} were due"
+        )
     return answer
 
 
@@ -100,5 +105,10 @@ def figures(answers: Sequence[Answer]) -> Line:
 def same(one: Sequence[Answer], other: Sequence[Answer]) -> Line:
     """How many answers are equal, and how much of an answer is before its first difference."""
     pairs = [(a.text, b.text) for a, b in zip(one, other, strict=True)]
-    shares = [len(os.path.commonprefix(pair)) / max(1, *map(len, pair)) for pair in pairs]
+    shares = [_same_characters(*pair) / max(1, *map(len, pair)) for pair in pairs]
     return {"same_answers": sum(a == b for a, b in pairs), "same_until": round(statistics.mean(shares), 3)}
+
+
+def _same_characters(one: str, other: str) -> int:
+    differing = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))

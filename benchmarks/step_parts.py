@@ -21,20 +21,20 @@ _GREEDY = SamplingParams(temperature=0.0)
 _DRAWN = SamplingParams(temperature=1.0)
 
 
-def parts_of(model: nn.Module, runner: MlxRunner, lengths: Sequence[int], attention: str) -> dict[str, Build]:
+def parts_of(runner: MlxRunner, lengths: Sequence[int], attention: str) -> dict[str, Build]:
     """Graphs by part. `lengths`: of the rows, the new position included; `attention`: the variant's name."""
     rows, vocab_size = len(lengths), runner.info.vocab_size
     return {
-        "attention": _attention(model, runner, lengths, attention),
-        "products": _products(model, rows, runner.dtype),
+        "attention": _attention(runner, lengths, attention),
+        "products": _products(runner.model, rows, runner.dtype),
         "sampling, greedy": _sampling(rows, vocab_size, runner.dtype, _GREEDY),
         "sampling, drawn": _sampling(rows, vocab_size, runner.dtype, _DRAWN),
     }
 
 
-def _attention(model: nn.Module, runner: MlxRunner, lengths: Sequence[int], name: str) -> Build:
+def _attention(runner: MlxRunner, lengths: Sequence[int], name: str) -> Build:
     """Writes and attention of all layers, each with pages of its own."""
-    memory = runner.info.memory
+    memory, model = runner.info.memory, runner.model
     windows = {index: group.spec.window for group in memory.groups for index in group.spec.layers}
     steps = []
     for layer in layers_of(model):
