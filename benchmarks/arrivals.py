@@ -5,12 +5,13 @@
 
 Waves: so many times `--rows` requests of one length, all there at the start, so that rows join and leave
 together. Poisson: as many requests, half to one and a half times as long, at a load that is a part of what
-our waves carried; both engines get the same ones at the same times. `full_tokens_per_s` counts the time
-while the batch was full; over that of the waves it tells what joins and leaves cost. Then a short row joins
-and leaves full batches of `--lengths` (benchmarks/join_leave.py). Prints JSON lines.
+our first waves carried; both engines get the same ones at the same times, by turns. `full_tokens_per_s` is of
+the time while the batch was full; `share_of_waves`, that over the waves', tells what joins and leaves cost.
+Then a short row joins and leaves full batches of `--lengths` (benchmarks/join_leave.py). Prints JSON lines.
 """
 
 import argparse
+import statistics
 from collections.abc import Callable
 
 from figures import Line, add_output_options, numbers, read_lines, record
@@ -59,7 +60,7 @@ def _measure(options: argparse.Namespace) -> list[Line]:
 
 
 def _compare(bench: BenchModel, rows: int, options: argparse.Namespace, record: Record) -> None:
-    """Waves of both engines, then each load."""
+    """Waves, then each load, to one engine and to the other by turns; then medians over rounds."""
     runner = make_runner(
         bench,
         max_rows=rows,
@@ -70,36 +71,44 @@ def _compare(bench: BenchModel, rows: int, options: argparse.Namespace, record: 
     )
     record({"kind": "choices", **runner.info.notes})
     sides: list[Side] = [Scheduled(runner, rows, options.prefill_ms), MlxLm(bench, rows)]
-    equal = wave(options.waves * rows, options.prompt, options.output, bench.vocab_size, seed=1)
-    waves = {}
+    sizes = options.waves * rows, options.prompt, options.output, bench.vocab_size
     for side in sides:
         # Once unmeasured: graphs are compiled and buffers are made.
-        serve(side, [Arrival(0.0, each.prompt, _WARM_TOKENS) for each in equal[: 2 * rows]], rows)
-        waves[side.name] = _serve(side, equal, rows, record, "waves")
-    per_request_s = options.output / waves["mlxd"].tokens_per_s
-    for load_share in options.loads:
-        requests = poisson(
-            options.waves * rows,
-            load_share / per_request_s,
-            options.prompt,
-            options.output,
-            bench.vocab_size,
-            seed=2,
-        )
-        for side in sides:
-            full = waves[side.name].tokens_per_s
-            _serve(side, requests, rows, record, "poisson", load=load_share, wave_tokens_per_s=round(full, 3))
+        serve(side, [Arrival(0.0, each.prompt, _WARM_TOKENS) for each in wave(*sizes, seed=0)], rows)
+    our_waves: Served | None = None
+    found: dict[tuple[str, float], list[Line]] = {}
+    for number in range(options.rounds):
+        turns = sides if number % 2 == 0 else sides[::-1]
+        equal = wave(*sizes, seed=1 + number)
+        waves = {side.name: serve(side, equal, rows) for side in turns}
+        our_waves = our_waves or waves["mlxd"]
+        for side in turns:
+            line = waves[side.name].figures(equal)
+            found.setdefault((side.name, 0.0), []).append(line)
+            record({"kind": "waves", "round": number, "side": side.name, **line})
+        for load_share in options.loads:
+            rate_per_s = load_share * our_waves.tokens_per_s / options.output
+            requests = poisson(*sizes[:1], rate_per_s, *sizes[1:], seed=100 + number)
+            for side in turns:
+                line = serve(side, requests, rows).figures(requests)
+                line["share_of_waves"] = round(line["full_tokens_per_s"] / waves[side.name].tokens_per_s, 3)
+                found.setdefault((side.name, load_share), []).append(line)
+                record({"kind": "poisson", "load": load_share, "round": number, "side": side.name, **line})
+    _sum_up(found, record)
 
 
-def _serve(
-    side: Side, arrivals: list[Arrival], rows: int, record: Record, kind: str, **more: float
-) -> Served:
-    served = serve(side, arrivals, rows)
-    figures = served.figures(arrivals)
-    if "wave_tokens_per_s" in more:
-        more["share_of_waves"] = round(figures["full_tokens_per_s"] / more["wave_tokens_per_s"], 3)
-    record({"kind": kind, "side": side.name, "number": len(arrivals), **more, **figures})
-    return served
+def _sum_up(found: dict[tuple[str, float], list[Line]], record: Record) -> None:
+    """Ours over mlx-lm's, round by round, and what is left of the waves' throughput. Load 0: waves."""
+    for load in dict.fromkeys(load for _, load in found):
+        pairs = zip(found["mlxd", load], found["mlx-lm", load], strict=True)
+        ratios = [round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3) for ours, theirs in pairs]
+        line = {"kind": "ratio", "load": load, "mlxd_over_mlx_lm": round(statistics.median(ratios), 3)}
+        shares = {
+            f"share_of_waves, {side}": round(statistics.median(each["share_of_waves"] for each in lines), 3)
+            for (side, its_load), lines in found.items()
+            if its_load == load and load
+        }
+        record(line | {"rounds": ratios} | shares)
 
 
 def _join_and_leave(
@@ -127,6 +136,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens, on average")
     parser.add_argument("--output", type=int, default=32, help="tokens of an answer, on average")
     parser.add_argument("--waves", type=int, default=3, help="requests of a run, in batches")
+    parser.add_argument("--rounds", type=int, default=2, help="the engine that goes first changes")
     parser.add_argument(
         "--loads",
         type=lambda text: [float(part) for part in text.split(",")],

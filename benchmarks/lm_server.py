@@ -19,6 +19,7 @@ from servers import Piece
 _HOST = "127.0.0.1"
 _LOOK_INTERVAL_S = 0.2
 _LONGEST_LINE = 2**20
+_LOG_TAIL = 2_000
 
 
 class LmServer:
@@ -27,10 +28,10 @@ class LmServer:
     name = "mlx_lm.server"
 
     def __init__(self, folder: Path, model: Path, max_rows: int) -> None:
-        """`folder`: where its peak of memory is written."""
+        """`folder`: where it writes its log and its peak of memory."""
         with socket.create_server((_HOST, 0)) as free:
             self._port = free.getsockname()[1]
-        self._peak = folder / "peak"
+        self._peak, self._log = folder / "peak", folder / "mlx_lm.server.log"
         self._command = [sys.executable, __file__, str(self._peak), "--model", str(model)]
         self._command += ["--host", _HOST, "--port", str(self._port), "--log-level", "WARNING"]
         self._command += ["--decode-concurrency", str(max_rows)]
@@ -43,10 +44,11 @@ class LmServer:
 
     async def start(self) -> None:
         """Returns when it takes requests; the first one may wait for the model."""
-        self._process = await asyncio.create_subprocess_exec(*self._command)
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(*self._command, stdout=log, stderr=log)
         while not await self._is_healthy():
             if self._process.returncode is not None:
-                raise RuntimeError(f"mlx_lm.server ended with code {self._process.returncode}")
+                raise RuntimeError(f"mlx_lm.server ended: {self._log.read_text()[-_LOG_TAIL:]}")
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     async def _is_healthy(self) -> bool:

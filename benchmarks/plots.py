@@ -1,5 +1,6 @@
 """Figures of the benchmarks, drawn from their JSON lines: no measurement happens here."""
 
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 
 _OURS, _THEIRS, _FLOOR = "tab:blue", "tab:orange", "0.35"
 _COLOURS = {"mlxd": _OURS, "mlx-lm": _THEIRS, "mlx_lm.server": _THEIRS}
+_ENGINES, _SERVERS = ("mlxd", "mlx-lm"), ("mlxd", "mlx_lm.server")
 _PANEL = 3.4
 _MOST_COLUMNS = 3
 
@@ -23,7 +25,7 @@ def draw_decode(lines: Sequence[Line], path: Path) -> None:
     for axes, (model, context) in zip(all_axes, panels, strict=False):
         own = [line for line in steady if (line["model"], line["context"]) == (model, context)]
         for lengths, style in (("aligned", "-"), ("ragged", "--")):
-            for side in ("mlxd", "mlx-lm"):
+            for side in _ENGINES:
                 found = [line for line in own if (line["side"], line["lengths"]) == (side, lengths)]
                 if found:
                     rows, ms = _columns(found, "rows", "ms_per_step")
@@ -40,48 +42,50 @@ def draw_decode(lines: Sequence[Line], path: Path) -> None:
 
 
 def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
-    """Throughput of full batches against waves, gaps between tokens, and joins and leaves."""
+    """Throughput of waves and of Poisson arrivals, gaps between tokens, and joins and leaves."""
     figure, (speeds, gaps, moves) = _panels(3)
-    runs = [line for line in lines if line["kind"] in ("waves", "poisson")]
+    runs = _of_kind(lines, "waves", "poisson")
     names = _distinct((line["model"], line["rows"], line.get("load")) for line in runs)
     labels = [
         f"{model} x {rows}\n{'waves' if load is None else f'load {load}'}" for model, rows, load in names
     ]
 
-    def values(side: str, figure_name: str) -> list[float]:
-        by = {(line["model"], line["rows"], line.get("load")): line for line in runs if line["side"] == side}
-        return [by[name][figure_name] for name in names]
+    def values(side: str, name: str) -> list[float]:
+        return [_median(runs, name, side=side, model=m, rows=rows, load=load) for m, rows, load in names]
 
-    _bars(speeds, labels, {side: values(side, "tokens_per_s") for side in ("mlxd", "mlx-lm")})
+    _bars(speeds, labels, {side: values(side, "tokens_per_s") for side in _ENGINES})
     speeds.set(title="tokens a second")
-    for side in ("mlxd", "mlx-lm"):
-        places = np.arange(len(names)) + (-0.1 if side == "mlxd" else 0.1)
+    for place, side in enumerate(_ENGINES):
+        at = np.arange(len(names)) + 0.2 * (place - 0.5)
         low, high = values(side, "gap_p50_ms"), values(side, "gap_p99_ms")
-        gaps.vlines(places, low, high, color=_COLOURS[side], label=side)
-        gaps.plot(places, low, "o", color=_COLOURS[side])
-        gaps.plot(places, high, "_", markersize=12, color=_COLOURS[side])
+        gaps.vlines(at, low, high, color=_COLOURS[side], label=side)
+        gaps.plot(at, low, "o", color=_COLOURS[side])
+        gaps.plot(at, high, "_", markersize=12, color=_COLOURS[side])
     gaps.set(title="gap between tokens, ms: p50 and p99", yscale="log")
     gaps.set_xticks(range(len(names)), labels, fontsize="x-small")
-    costs = _of_kind(lines, "join_leave")
-    cases = _distinct((line["model"], line["length"]) for line in costs)
-    for side in ("mlxd", "mlx-lm"):
-        for name, style in (("join_ms", "-"), ("leave_ms", "--")):
-            found = [line for line in costs if line["side"] == side]
-            if found:
-                lengths, ms = _columns(found, "length", name)
-                moves.plot(lengths, ms, style, marker="o", color=_COLOURS[side], label=f"{side}, {name[:-3]}")
-    moves.set(title="a join, a leave, ms over a step", xlabel="tokens of the rows beside it")
-    if cases:
-        moves.legend(fontsize="x-small")
     gaps.legend(fontsize="x-small")
+    _draw_moves(moves, _of_kind(lines, "join_leave"))
     _save(figure, path)
 
 
+def _draw_moves(axes: Axes, costs: Sequence[Line]) -> None:
+    for model, side in _distinct((line["model"], line["side"]) for line in costs):
+        for name, style in (("join_ms", "-"), ("leave_ms", "--")):
+            found = [line for line in costs if (line["model"], line["side"]) == (model, side)]
+            lengths, ms = _columns(found, "length", name)
+            label = f"{model}, {side}, {name.removesuffix('_ms')}"
+            axes.plot(lengths, ms, style, marker="o", color=_COLOURS[str(side)], label=label)
+    axes.set(title="a join, a leave, ms over a step", xlabel="tokens of the rows beside it")
+    axes.grid(alpha=0.3)
+    if costs:
+        axes.legend(fontsize="x-small")
+
+
 def draw_serve(lines: Sequence[Line], path: Path) -> None:
-    """Both servers under each load."""
-    loads = [line for line in lines if line["kind"] in ("closed", "open")]
-    names = _distinct((line["model"], line["kind"]) for line in loads)
-    labels = [f"{model}\n{kind} loop" for model, kind in names]
+    """Both servers under each load: medians over rounds."""
+    loads = _of_kind(lines, "load")
+    names = _distinct((line["model"], line["load"]) for line in loads)
+    labels = [f"{model}\n{load}" for model, load in names]
     figure, all_axes = _panels(3)
     panels = (
         ("tokens a second", ("tokens_per_s",)),
@@ -90,8 +94,10 @@ def draw_serve(lines: Sequence[Line], path: Path) -> None:
     )
     for axes, (title, keys) in zip(all_axes, panels, strict=True):
         for alpha, key in zip((1.0, 0.35), keys, strict=False):
-            by = {(line["model"], line["kind"], line["side"]): line[key] for line in loads}
-            sides = {side: [by[*name, side] for name in names] for side in ("mlxd", "mlx_lm.server")}
+            sides = {
+                side: [_median(loads, key, side=side, model=model, load=load) for model, load in names]
+                for side in _SERVERS
+            }
             _bars(axes, labels, sides, alpha=alpha)
         axes.set(title=title, yscale="log" if len(keys) > 1 else "linear")
     all_axes[0].legend(fontsize="x-small")
@@ -107,23 +113,23 @@ def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
     figure, (device, host) = _panels(2)
     shown = {
         name: [
-            next(p["wait_ms"] for p in parts if (p["model"], p["rows"], p["part"]) == (*case, name))
+            next(_device_ms(p) for p in parts if (p["model"], p["rows"], p["part"]) == (*case, name))
             for case in wholes
         ]
         for name in ("products", "attention", "sampling, greedy")
     }
     known = [sum(values) for values in zip(*shown.values(), strict=True)]
-    waits = [line["wait_ms"] for line in wholes.values()]
+    waits = [_device_ms(line) for line in wholes.values()]
     shown["rest"] = [max(0.0, wait - part) for wait, part in zip(waits, known, strict=True)]
     _stack(device, labels, shown)
-    device.set(title="waiting for the device, ms", xlabel="one step from an idle device")
+    device.set(title="device, ms", xlabel="one step from an idle device")
     _stack(
         host,
         labels,
         {
             "schedule": [hosts[case]["schedule_ms"] for case in wholes],
             "build": [line["build_ms"] for line in wholes.values()],
-            "launch": [line["launch_ms"] for line in wholes.values()],
+            "launch": [line["launch_ms"] if line["one_graph"] else 0.0 for line in wholes.values()],
             "text (another thread)": [hosts[case]["text_ms"] for case in wholes],
         },
     )
@@ -131,8 +137,20 @@ def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
     _save(figure, path)
 
 
-def _of_kind(lines: Sequence[Line], kind: str) -> list[Line]:
-    return [line for line in lines if line["kind"] == kind]
+def _device_ms(line: Line) -> float:
+    """Without one graph a step, launching goes on while the device computes: no part of it is the host's."""
+    return line["wait_ms"] if line["one_graph"] else line["launch_ms"] + line["wait_ms"]
+
+
+def _of_kind(lines: Sequence[Line], *kinds: str) -> list[Line]:
+    return [line for line in lines if line["kind"] in kinds]
+
+
+def _median(lines: Sequence[Line], name: str, **case: object) -> float:
+    """Of the lines of this case."""
+    return statistics.median(
+        line[name] for line in lines if all(line.get(key) == value for key, value in case.items())
+    )
 
 
 def _distinct(values: Iterable[tuple[object, ...]]) -> list[tuple[object, ...]]:

@@ -5,11 +5,11 @@
         --trace ../shared/traces/azure-llm-2023-conv.csv --time-scale 0.1 --length-scale 0.5
 
 Both load one folder with unpacked weights (random ones for a shape), whose end of text is a token that is
-never drawn, and serve one after the other; both must count the tokens that were asked for. Alone: one client.
+never drawn, and take turns, a load each; both must count the tokens that were asked for. Alone: one client.
 Closed loop: so many clients, each sending its next request when its last one ended. Open loop (`--trace`):
 requests when they were recorded, scaled in time and length. Greedy. Prints JSON lines: tokens a second from
-the first request to the last token, first token and gaps between pieces of text as clients see them, memory,
-and how many answers were the same.
+the first request to the last token, first token and gaps between pieces of text as clients see them, how many
+answers were the same, and memory.
 
 The recording is AzureLLMInferenceTrace_conv.csv of the Azure Public Dataset, CC-BY 4.0 (Patel et al.,
 Splitwise, ISCA 2024).
@@ -18,9 +18,11 @@ Splitwise, ISCA 2024).
 import argparse
 import asyncio
 import itertools
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,26 +57,38 @@ class Load(NamedTuple):
     num_clients: int | None
 
 
-async def run(server: Server, loads: dict[str, Load], record: Record) -> dict[str, list[Answer]]:
-    """All answers by load; the server has ended."""
-    answers: dict[str, list[Answer]] = {}
-    await server.start()
-    try:
-        for name, (asks, num_clients) in loads.items():
-            # Once unmeasured: graphs are compiled and buffers are made.
-            at_once = num_clients or max(1, len(asks) // 4)
-            await closed_loop(server, [_other(what) for what in asks[:at_once]], at_once)
-            if num_clients is not None:
-                answers[name] = await closed_loop(server, asks, num_clients)
-            else:
-                answers[name] = await open_loop(server, asks)
-            record({"kind": name, "side": server.name, **figures(answers[name])})
-        resident = resident_bytes(server.pid)
-    finally:
-        peak = await server.end()
-    memory = {"peak_mlx_gb": round(peak / 1e9, 3), "peak_resident_gb": round(resident / 1e9, 3)}
-    record({"kind": "memory", "side": server.name, **memory})
-    return answers
+async def send(server: Server, load: Load) -> list[Answer]:
+    if load.num_clients is None:
+        return await open_loop(server, load.asks)
+    return await closed_loop(server, load.asks, load.num_clients)
+
+
+async def warm(server: Server, loads: Iterable[Load]) -> None:
+    """Graphs are compiled and buffers are made before anything is timed."""
+    for asks, num_clients in loads:
+        at_once = num_clients or max(1, len(asks) // 4)
+        await closed_loop(server, [_other(what) for what in asks[:at_once]], at_once)
+
+
+async def take_turns(servers: Sequence[Server], rounds: Sequence[dict[str, Load]], record: Record) -> None:
+    """Every load of every round to one server, then to the other; which is first changes."""
+    for server in servers:
+        await warm(server, rounds[0].values())
+    ratios: dict[str, list[float]] = {}
+    for number, loads in enumerate(rounds):
+        for name, load in loads.items():
+            answers, speeds = {}, {}
+            for server in servers if number % 2 == 0 else servers[::-1]:
+                found = answers[server.name] = await send(server, load)
+                line = figures(found)
+                speeds[server.name] = line["tokens_per_s"]
+                record({"kind": "load", "load": name, "round": number, "side": server.name, **line})
+            ours, theirs = (server.name for server in servers)
+            record({"kind": "same", "load": name, "round": number, **same(answers[ours], answers[theirs])})
+            ratios.setdefault(name, []).append(round(speeds[ours] / speeds[theirs], 3))
+    for name, found in ratios.items():
+        ratio = round(statistics.median(found), 3)
+        record({"kind": "ratio", "load": name, "mlxd_over_mlx_lm": ratio, "rounds": found})
 
 
 def _other(what: Ask) -> Ask:
@@ -84,23 +98,23 @@ def _other(what: Ask) -> Ask:
     return Ask(0.0, prompt, what.prompt_tokens, min(_WARM_TOKENS, what.num_tokens))
 
 
-def make_loads(options: argparse.Namespace, text: Callable[[int, int], str]) -> dict[str, Load]:
-    """`text`: of a seed and so many tokens."""
+def make_loads(options: argparse.Namespace, text: Callable[[int, int], str], number: int) -> dict[str, Load]:
+    """Of a round. `text`: of a seed and so many tokens."""
 
     def asks(sizes: Iterable[tuple[float, int, int]], seed: int) -> list[Ask]:
         return [
-            Ask(at_s, text(seed + number, prompt), prompt, output)
-            for number, (at_s, prompt, output) in enumerate(sizes)
+            Ask(at_s, text(seed + 10_000 * number + index, prompt), prompt, output)
+            for index, (at_s, prompt, output) in enumerate(sizes)
         ]
 
     size = (0.0, options.prompt, options.output)
     loads = {
         "alone": Load(asks([size] * _NUM_ALONE, 0), 1),
-        "closed": Load(asks([size] * options.requests, 1_000), options.clients),
+        "closed": Load(asks([size] * options.requests, 10**8), options.clients),
     }
     if options.trace:
         rows = recorded(options.trace, options.time_scale, options.length_scale)
-        loads["open"] = Load(asks(itertools.islice(rows, options.requests), 1_000_000), None)
+        loads["open"] = Load(asks(itertools.islice(rows, options.requests), 2 * 10**8), None)
     return loads
 
 
@@ -110,21 +124,37 @@ async def compare(folder: Path, options: argparse.Namespace, record: Record) -> 
     model = folder / "model"
     model.mkdir()
     make_folder(options.model, options.tokenizer, model)
-    loads = make_loads(options, Words(model).text)
-    longest = max(what.prompt_tokens + what.num_tokens for each in loads.values() for what in each.asks)
-    decode = DecodeConfig(attention=options.attention, warmup_s=options.warmup)
+    words = Words(model)
+    rounds = [make_loads(options, words.text, number) for number in range(options.rounds)]
+    asks = [what for loads in rounds for load in loads.values() for what in load.asks]
+    max_rows = options.rows or options.clients
     ours = MlxdServer(
         folder,
         model,
-        options.rows or options.clients,
-        max_model_len=longest + _SPARE_POSITIONS,
+        max_rows,
+        max_model_len=max(what.prompt_tokens + what.num_tokens for what in asks) + _SPARE_POSITIONS,
         budget=options.budget,
-        decode=decode,
+        decode=DecodeConfig(attention=options.attention, warmup_s=options.warmup),
     )
-    theirs = LmServer(folder, model, options.rows or options.clients)
-    answers = [await run(server, loads, record) for server in (ours, theirs)]
-    for name, found in answers[0].items():
-        record({"kind": "same", "load": name, "requests": len(found), **same(found, answers[1][name])})
+    servers: list[Server] = [ours, LmServer(folder, model, max_rows)]
+    async with AsyncExitStack() as started:
+        for server in servers:
+            await started.enter_async_context(serving(server, record))
+        await take_turns(servers, rounds, record)
+
+
+@asynccontextmanager
+async def serving(server: Server, record: Record) -> AsyncIterator[None]:
+    """Tells at the end how much memory it took."""
+    await server.start()
+    resident = 0
+    try:
+        yield
+        resident = resident_bytes(server.pid)
+    finally:
+        peak = await server.end()
+    memory = {"peak_mlx_gb": round(peak / 1e9, 3), "peak_resident_gb": round(resident / 1e9, 3)}
+    record({"kind": "memory", "side": server.name, **memory})
 
 
 def measure(options: argparse.Namespace) -> list[Line]:
@@ -157,6 +187,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4, help="of the closed loop")
     parser.add_argument("--rows", type=int, help="most rows in a batch; as many as clients by default")
     parser.add_argument("--requests", type=int, default=24, help="of each load")
+    parser.add_argument("--rounds", type=int, default=2, help="of all loads, each with prompts of its own")
     parser.add_argument("--prompt", type=int, default=48, help="closed loop: tokens of a prompt")
     parser.add_argument("--output", type=int, default=24, help="closed loop: tokens of an answer")
     parser.add_argument("--trace", type=Path, help="the recording of the open loop")

@@ -103,8 +103,11 @@ def figures(answers: Sequence[Answer]) -> Line:
 
 
 def same(one: Sequence[Answer], other: Sequence[Answer]) -> Line:
-    """How many answers are equal, and how much of an answer is before its first difference."""
-    pairs = [(a.text, b.text) for a, b in zip(one, other, strict=True)]
+    """How many answers are equal, and how much of an answer is before its first difference.
+
+    Spaces that an answer begins with do not count: mlx_lm.server drops them.
+    """
+    pairs = [(a.text.lstrip(), b.text.lstrip()) for a, b in zip(one, other, strict=True)]
     shares = [_same_characters(*pair) / max(1, *map(len, pair)) for pair in pairs]
     return {"same_answers": sum(a == b for a, b in pairs), "same_until": round(statistics.mean(shares), 3)}
 
