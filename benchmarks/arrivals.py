@@ -99,16 +99,15 @@ def _compare(bench: BenchModel, rows: int, options: argparse.Namespace, record: 
 
 def _sum_up(found: dict[tuple[str, float], list[Line]], record: Record) -> None:
     """Ours over mlx-lm's, round by round, and what is left of the waves' throughput. Load 0: waves."""
-    for load in dict.fromkeys(load for _, load in found):
-        pairs = zip(found["mlxd", load], found["mlx-lm", load], strict=True)
-        ratios = [round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3) for ours, theirs in pairs]
-        line = {"kind": "ratio", "load": load, "mlxd_over_mlx_lm": round(statistics.median(ratios), 3)}
-        shares = {
-            f"share_of_waves, {side}": round(statistics.median(each["share_of_waves"] for each in lines), 3)
-            for (side, its_load), lines in found.items()
-            if its_load == load and load
-        }
-        record(line | {"rounds": ratios} | shares)
+    for share in dict.fromkeys(share for _, share in found):
+        ours, theirs = found["mlxd", share], found["mlx-lm", share]
+        ratios = [round(a["tokens_per_s"] / b["tokens_per_s"], 3) for a, b in zip(ours, theirs, strict=True)]
+        line = {"kind": "ratio", "load": share, "mlxd_over_mlx_lm": round(statistics.median(ratios), 3)}
+        for side, lines in (("mlxd", ours), ("mlx-lm", theirs)):
+            parts = [each["share_of_waves"] for each in lines if each.get("share_of_waves")]
+            if len(parts) == len(lines):
+                line[f"share_of_waves, {side}"] = round(statistics.median(parts), 3)
+        record(line | {"rounds": ratios})
 
 
 def _join_and_leave(

@@ -9,6 +9,7 @@ import numpy as np
 from figures import Line
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 _OURS, _THEIRS, _FLOOR = "tab:blue", "tab:orange", "0.35"
 _COLOURS = {"mlxd": _OURS, "mlx-lm": _THEIRS, "mlx_lm.server": _THEIRS}
@@ -32,10 +33,11 @@ def draw_decode(lines: Sequence[Line], path: Path) -> None:
                     axes.plot(rows, ms, style, marker="o", color=_COLOURS[side], label=f"{side}, {lengths}")
         rows, floor = _columns([line for line in own if line["side"] == "mlxd"], "rows", "floor_ms")
         axes.scatter(rows, floor, marker="_", s=200, color=_FLOOR, label="floor", zorder=3)
-        axes.set(title=f"{model}, {context} tokens", xlabel="rows", xscale="log", yscale="log")
+        axes.set(title=f"{model}, {context} tokens", xlabel="rows", xscale="log")
         axes.set_xticks(sorted(set(rows)), [str(row) for row in sorted(set(rows))])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
+        _log_y(axes)
     all_axes[0].set_ylabel("milliseconds a step")
     all_axes[0].legend(fontsize="x-small")
     _save(figure, path)
@@ -61,7 +63,8 @@ def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
         gaps.vlines(at, low, high, color=_COLOURS[side], label=side)
         gaps.plot(at, low, "o", color=_COLOURS[side])
         gaps.plot(at, high, "_", markersize=12, color=_COLOURS[side])
-    gaps.set(title="gap between tokens, ms: p50 and p99", yscale="log")
+    gaps.set(title="gap between tokens, ms: p50 and p99")
+    _log_y(gaps)
     gaps.set_xticks(range(len(names)), labels, fontsize="x-small")
     gaps.legend(fontsize="x-small")
     _draw_moves(moves, _of_kind(lines, "join_leave"))
@@ -99,7 +102,9 @@ def draw_serve(lines: Sequence[Line], path: Path) -> None:
                 for side in _SERVERS
             }
             _bars(axes, labels, sides, alpha=alpha)
-        axes.set(title=title, yscale="log" if len(keys) > 1 else "linear")
+        axes.set(title=title)
+        if len(keys) > 1:
+            _log_y(axes)
     all_axes[0].legend(fontsize="x-small")
     _save(figure, path)
 
@@ -180,6 +185,13 @@ def _bars(axes: Axes, labels: Sequence[str], sides: dict[str, list[float]], *, a
         axes.bar(at, values, width=0.38, color=_COLOURS[side], alpha=alpha, label=label)
     axes.set_xticks(range(len(labels)), labels, fontsize="x-small")
     axes.grid(axis="y", alpha=0.3)
+
+
+def _log_y(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _stack(axes: Axes, labels: Sequence[str], parts: dict[str, list[float]]) -> None:
