@@ -12,9 +12,8 @@ Then a short row joins and leaves full batches of `--lengths` (benchmarks/join_l
 
 import argparse
 import statistics
-from collections.abc import Callable
 
-from figures import Line, add_output_options, numbers, read_lines, record
+from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
 from join_leave import MlxLm as JoinLeaveMlxLm
 from join_leave import Ours, blas, measure
 from machine import describe
@@ -25,8 +24,6 @@ from traffic import Arrival, Served, poisson, serve, wave
 _WARM_TOKENS = 4
 _ROUNDS = 20
 _STEPS = _ROUNDS * 8 + 2
-
-Record = Callable[[Line], None]
 
 
 def main() -> None:
@@ -50,12 +47,10 @@ def _measure(options: argparse.Namespace) -> list[Line]:
         bench = load(name)
         for rows in options.rows:
             case = {"model": name, "rows": rows, "prompt": options.prompt, "output": options.output}
-            _compare(bench, rows, options, lambda line, case=case: keep(case | line))
+            _compare(bench, rows, options, of_case(keep, case))
         for length in options.lengths:
             case = {"model": name, "rows": max(options.rows), "length": length}
-            _join_and_leave(
-                bench, max(options.rows), length, options, lambda line, case=case: keep(case | line)
-            )
+            _join_and_leave(bench, max(options.rows), length, options, of_case(keep, case))
     return lines
 
 

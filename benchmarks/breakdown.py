@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from figures import Line, add_output_options, numbers, read_lines, record
+from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
 
 from mlxd.batching.blas import ensure_blas
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mlxd.batching.driver import Driver
     from mlxd.batching.mlx_runner import MlxRunner
 
-Record = Callable[[Line], None]
 _WARM_STEPS = 3
 _NO_LIMIT = "1000000"
 
@@ -62,7 +61,7 @@ def _measure(options: argparse.Namespace) -> list[Line]:
         bench = load(name)
         for rows in options.rows:
             case = {"model": name, "rows": rows, "context": options.context, "one_graph": options.one_graph}
-            _break_down(bench, rows, options, lambda line, case=case: keep(case | line))
+            _break_down(bench, rows, options, of_case(keep, case))
     return lines
 
 
@@ -145,7 +144,7 @@ def _launches() -> Iterator[list[tuple[float, float]]]:
 
     def timed(*arrays: Any) -> None:
         begun = time.perf_counter()
-        original(*arrays)
+        original(*arrays)  # type: ignore[no-untyped-call]
         times.append((begun, time.perf_counter()))
 
     mx.async_eval = timed

@@ -15,11 +15,11 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from figures import Line, add_output_options, numbers, read_lines, record
+from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
 from rich.console import Console
 from rich.table import Table
 
@@ -34,13 +34,12 @@ _WARM_STEPS = 2
 _COPIES = 3
 """Of the keys and values: ours, mlx-lm's, and those that mlx-lm makes of its own where rows join."""
 _MOST_OF_MEMORY = 0.9
-
-Record = Callable[[Line], None]
+_SHORTEST = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Rows of a batch that decode. `lengths`: their prompt tokens, none over `context`."""
+    """Rows of a batch that decode. `lengths`: their tokens half way through, none over `context`."""
 
     rows: int
     context: int
@@ -88,7 +87,7 @@ def _measure(options: argparse.Namespace) -> list[Line]:
     for name in options.model:
         bench = load(name)
         for case in _cases(options):
-            _steady(bench, case, rate, options, lambda line, name=name: keep({"model": name} | line))
+            _steady(bench, case, rate, options, of_case(keep, {"model": name}))
             _free()
         del bench
         _free()
@@ -118,21 +117,21 @@ def _steady(
     from mlxd.batching.memory import device_memory_bytes, layers_of
 
     layers = layers_of(bench.model)
-    num_tokens = (options.blocks + 1) * (options.steps + _WARM_STEPS) + case.rows
+    grown = options.blocks * (options.steps + _WARM_STEPS)
+    prompts = [max(_SHORTEST, length - grown // 2) for length in case.lengths]
+    num_tokens = grown + 2 * _WARM_STEPS + case.rows  # rows of mlx-lm do not all join at one step
     weights = weights_bytes(bench.model)
-    ends = [length + num_tokens for length in case.lengths]
-    needed = weights + _COPIES * live_bytes(layers, [max(ends)] * case.rows)
+    needed = weights + _COPIES * live_bytes(layers, [max(prompts) + num_tokens] * case.rows)
     if needed > (most := _MOST_OF_MEMORY * device_memory_bytes()):
         reason = f"needs {needed / 1e9:.0f} GB of memory, {most / 1e9:.0f} may be used"
         record({"kind": "skipped", **case.line, "reason": reason})
         return
-    sides = _full_sides(bench, case, num_tokens, options, record)
+    sides = _full_sides(bench, case, prompts, num_tokens, options, record)
     times: dict[str, list[list[float]]] = {side.name: [] for side in sides}
     for block in range(options.blocks):
         for side in sides if block % 2 == 0 else sides[::-1]:
             times[side.name].append(_block_s(side, options.steps))
-    lengths = [length + num_tokens / 2 for length in case.lengths]
-    floor_s = (weights + live_bytes(layers, lengths)) / rate
+    floor_s = (weights + live_bytes(layers, [length + grown / 2 for length in prompts])) / rate
     for name, blocks in times.items():
         record({"kind": "steady", **case.line, "side": name, **_figures(case.rows, blocks, floor_s)})
     medians = {name: [statistics.median(block) for block in blocks] for name, blocks in times.items()}
@@ -142,7 +141,12 @@ def _steady(
 
 
 def _full_sides(
-    bench: "BenchModel", case: Case, num_tokens: int, options: argparse.Namespace, record: Record
+    bench: "BenchModel",
+    case: Case,
+    lengths: Sequence[int],
+    num_tokens: int,
+    options: argparse.Namespace,
+    record: Record,
 ) -> list["Side"]:
     """Both engines, right and holding all rows of the case, nothing in flight."""
     from models import make_runner
@@ -152,7 +156,7 @@ def _full_sides(
     runner = make_runner(
         bench,
         max_rows=case.rows,
-        max_model_len=max(case.lengths) + num_tokens + 1,
+        max_model_len=max(case.context, max(lengths) + num_tokens) + _SHORTEST,
         page_size=options.page_size,
         attention=options.attention,
         compile=options.compile,
@@ -162,7 +166,7 @@ def _full_sides(
         record({**case.line, **check(bench, runner, case.rows, case.context)})
     sides: list[Side] = [Mlxd(runner, case.rows), MlxLm(bench, case.rows)]
     rng = random.Random(0)
-    prompts = [[rng.randrange(bench.vocab_size) for _ in range(length)] for length in case.lengths]
+    prompts = [[rng.randrange(bench.vocab_size) for _ in range(length)] for length in lengths]
     for side in sides:
         for request, prompt in enumerate(prompts):
             side.add(request, prompt, num_tokens)
@@ -236,7 +240,9 @@ def _options() -> argparse.Namespace:
         "or a model folder",
     )
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32], help="rows of the batch, as 1,8,32")
-    parser.add_argument("--context", type=numbers, default=[256], help="tokens of the longest prompt")
+    parser.add_argument(
+        "--context", type=numbers, default=[256], help="tokens of the longest row, half way through the steps"
+    )
     parser.add_argument(
         "--lengths",
         type=lambda text: text.split(","),

@@ -4,11 +4,12 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
+Record = Callable[[Line], None]
 
 
 def add_output_options(parser: argparse.ArgumentParser, name: str) -> None:
@@ -40,6 +41,11 @@ def record(line: Line, out: Path | None, *, quiet: bool = False) -> None:
     if out is not None:
         with out.open("a") as file:
             file.write(text + "\n")
+
+
+def of_case(record: Record, case: Line) -> Record:
+    """Records lines that begin with what the case is."""
+    return lambda line: record(case | line)
 
 
 def read_lines(paths: Sequence[Path]) -> list[Line]:

@@ -144,7 +144,7 @@ def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
 
 def _device_ms(line: Line) -> float:
     """Without one graph a step, launching goes on while the device computes: no part of it is the host's."""
-    return line["wait_ms"] if line["one_graph"] else line["launch_ms"] + line["wait_ms"]
+    return float(line["wait_ms"] + (0.0 if line["one_graph"] else line["launch_ms"]))
 
 
 def _of_kind(lines: Sequence[Line], *kinds: str) -> list[Line]:
@@ -154,7 +154,7 @@ def _of_kind(lines: Sequence[Line], *kinds: str) -> list[Line]:
 def _median(lines: Sequence[Line], name: str, **case: object) -> float:
     """Of the lines of this case."""
     return statistics.median(
-        line[name] for line in lines if all(line.get(key) == value for key, value in case.items())
+        float(line[name]) for line in lines if all(line.get(key) == value for key, value in case.items())
     )
 
 

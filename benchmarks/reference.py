@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,12 +37,12 @@ def check(bench: BenchModel, runner: MlxRunner, rows: int, context: int) -> Line
     right = _float32_logprobs(bench.model, prompts)
     tokens = [mx.array(list(row)) for row in ours]
     our_error = max(
-        abs(logprob - exact[token].item())
+        abs(logprob - float(exact[token]))
         for row, exact in zip(ours, right, strict=True)
         for token, logprob in row.items()
     )
     their_error = max(
-        mx.abs(row[index].astype(mx.float32) - exact[index]).max().item()
+        float(mx.abs(row[index].astype(mx.float32) - exact[index]).max())
         for row, exact, index in zip(theirs, right, tokens, strict=True)
     )
     if not our_error <= _TIMES_THEIRS * their_error + _ALLOWED:
@@ -100,21 +99,34 @@ def _last_logprobs(model: nn.Module, prompt: Sequence[int]) -> mx.array:
         model(mx.array([prompt[start : min(start + _CHUNK, len(prompt) - 1)]]), cache=cache)
         mx.eval([part.state for part in cache])
     logits = model(mx.array([prompt[-1:]]), cache=cache)[0, -1].astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits)
+    logprobs: mx.array = logits - mx.logsumexp(logits)
     mx.eval(logprobs)
     return logprobs
 
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Packed weights are unpacked, so that all products are plain ones."""
+    layers = model.leaf_modules()
+    model.update_modules(tree_map(_unpacked, layers, is_leaf=nn.Module.is_module))
     kept = model.parameters()
-
-    def widened(value: Any) -> Any:
-        is_float = isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(mx.float32) if is_float else value
-
-    model.update(tree_map(widened, kept))
+    model.update(tree_map(lambda array: array.astype(mx.float32), kept))
     try:
         yield
     finally:
         model.update(kept)
+        model.update_modules(layers)
+        mx.clear_cache()
+
+
+def _unpacked(layer: nn.Module) -> nn.Module:
+    if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        return layer
+    dense: nn.Module = (
+        nn.Embedding(1, 1) if isinstance(layer, nn.QuantizedEmbedding) else nn.Linear(1, 1, bias=False)
+    )
+    packing = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    dense.weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **packing)
+    if "bias" in layer:
+        dense.bias = layer.bias
+    return dense

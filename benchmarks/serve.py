@@ -27,15 +27,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from azure import recorded
-from figures import Line, add_output_options, read_lines, record
+from figures import Line, Record, add_output_options, read_lines, record
 from lm_server import LmServer
 from server_load import Answer, Ask, WrongCountError, closed_loop, figures, open_loop, same
 from servers import MlxdServer, Server
 
 from mlxd.batching.blas import ensure_blas
 from mlxd.scheduler.config import DecodeConfig
-
-Record = Callable[[Line], None]
 
 _NUM_ALONE = 4
 _WARM_TOKENS = 8
@@ -86,9 +84,9 @@ async def take_turns(servers: Sequence[Server], rounds: Sequence[dict[str, Load]
             ours, theirs = (server.name for server in servers)
             record({"kind": "same", "load": name, "round": number, **same(answers[ours], answers[theirs])})
             ratios.setdefault(name, []).append(round(speeds[ours] / speeds[theirs], 3))
-    for name, found in ratios.items():
-        ratio = round(statistics.median(found), 3)
-        record({"kind": "ratio", "load": name, "mlxd_over_mlx_lm": ratio, "rounds": found})
+    for name, by_round in ratios.items():
+        ratio = round(statistics.median(by_round), 3)
+        record({"kind": "ratio", "load": name, "mlxd_over_mlx_lm": ratio, "rounds": by_round})
 
 
 def _other(what: Ask) -> Ask:
