@@ -98,6 +98,9 @@ def _sum_up(found: dict[tuple[str, float], list[Line]], record: Record) -> None:
         ours, theirs = found["mlxd", share], found["mlx-lm", share]
         ratios = [round(a["tokens_per_s"] / b["tokens_per_s"], 3) for a, b in zip(ours, theirs, strict=True)]
         line = {"kind": "ratio", "load": share, "mlxd_over_mlx_lm": round(statistics.median(ratios), 3)}
+        line["by_cpu_time"] = round(
+            statistics.median(b["cpu_s"] / a["cpu_s"] for a, b in zip(ours, theirs, strict=True)), 3
+        )
         for side, lines in (("mlxd", ours), ("mlx-lm", theirs)):
             parts = [each["share_of_waves"] for each in lines if each.get("share_of_waves")]
             if len(parts) == len(lines):

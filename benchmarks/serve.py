@@ -9,7 +9,7 @@ never drawn, and take turns, a load each; both must count the tokens that were a
 Closed loop: so many clients, each sending its next request when its last one ended. Open loop (`--trace`):
 requests when they were recorded, scaled in time and length. Greedy. Prints JSON lines: tokens a second from
 the first request to the last token, first token and gaps between pieces of text as clients see them, how many
-answers were the same, and memory.
+answers were the same, processor time, and memory.
 
 The recording is AzureLLMInferenceTrace_conv.csv of the Azure Public Dataset, CC-BY 4.0 (Patel et al.,
 Splitwise, ISCA 2024).
@@ -18,6 +18,7 @@ Splitwise, ISCA 2024).
 import argparse
 import asyncio
 import itertools
+import os
 import statistics
 import sys
 import tempfile
@@ -46,6 +47,12 @@ def resident_bytes(pid: int) -> int:
         if text.startswith("VmHWM:"):
             return 1024 * int(text.split()[1])
     return 0
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of all its threads so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Load(NamedTuple):
@@ -77,8 +84,9 @@ async def take_turns(servers: Sequence[Server], rounds: Sequence[dict[str, Load]
         for name, load in loads.items():
             answers, speeds = {}, {}
             for server in servers if number % 2 == 0 else servers[::-1]:
+                cpu_begun_s = cpu_s(server.pid)
                 found = answers[server.name] = await send(server, load)
-                line = figures(found)
+                line = figures(found) | {"cpu_s": round(cpu_s(server.pid) - cpu_begun_s, 2)}
                 speeds[server.name] = line["tokens_per_s"]
                 record({"kind": "load", "load": name, "round": number, "side": server.name, **line})
             ours, theirs = (server.name for server in servers)

@@ -26,11 +26,13 @@ class Served:
 
     Attributes:
         tokens_at: per arrival, when its tokens came, seconds after the start.
+        cpu_s: processor time of this process, all threads: on the CPU device what it really took.
         full_s: seconds while at least as many requests were open as there are rows.
         full_tokens: tokens that came in them.
     """
 
     tokens_at: list[list[float]] = field(default_factory=list)
+    cpu_s: float = 0.0
     full_s: float = 0.0
     full_tokens: int = 0
 
@@ -45,6 +47,7 @@ class Served:
         gaps = [after - before for times in self.tokens_at for before, after in itertools.pairwise(times)]
         found = {
             "tokens_per_s": self.tokens_per_s,
+            "cpu_s": self.cpu_s,
             "full_s": self.full_s,
             "full_tokens_per_s": self.full_tokens / self.full_s if self.full_s else 0.0,
             "ttft_p50_s": statistics.median(first),
@@ -82,7 +85,7 @@ def serve(side: Side, arrivals: Sequence[Arrival], max_rows: int) -> Served:
     served = Served([[] for _ in arrivals])
     left = [arrival.num_tokens for arrival in arrivals]
     num_submitted = num_ended = 0
-    begun = time.perf_counter()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     before = 0.0
     while num_ended < len(arrivals):
         while num_submitted < len(arrivals) and arrivals[num_submitted].at_s <= before:
@@ -102,4 +105,5 @@ def serve(side: Side, arrivals: Sequence[Arrival], max_rows: int) -> Served:
             served.full_tokens += len(got)
         before = now
     side.drain()
+    served.cpu_s = time.process_time() - cpu_begun
     return served
