@@ -105,6 +105,11 @@ def _sum_up(found: dict[tuple[str, float], list[Line]], record: Record) -> None:
             parts = [each["share_of_waves"] for each in lines if each.get("share_of_waves")]
             if len(parts) == len(lines):
                 line[f"share_of_waves, {side}"] = round(statistics.median(parts), 3)
+            by_cpu_time = [
+                each["tokens_per_cpu_s"] / equal["tokens_per_cpu_s"]
+                for each, equal in zip(lines, found[side, 0.0], strict=True)
+            ]
+            line[f"share_by_cpu_time, {side}"] = round(statistics.median(by_cpu_time), 3)
         record(line | {"rounds": ratios})
 
 

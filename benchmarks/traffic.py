@@ -48,6 +48,7 @@ class Served:
         found = {
             "tokens_per_s": self.tokens_per_s,
             "cpu_s": self.cpu_s,
+            "tokens_per_cpu_s": sum(map(len, self.tokens_at)) / self.cpu_s,
             "full_s": self.full_s,
             "full_tokens_per_s": self.full_tokens / self.full_s if self.full_s else 0.0,
             "ttft_p50_s": statistics.median(first),
