@@ -1,8 +1,9 @@
 """Decode attention over pages: the variants, and the one seam through which a model reaches them."""
 
 import sys
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +11,7 @@ import mlx.nn as nn
 from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel, is_supported
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
+from mlxd.batching.rotation import Rotary, Rotations
 from mlxd.caches.delayed_step import DelayedStandIn
 from mlxd.caches.packed import Packed
 from mlxd.caches.paged import PagedStandIn
@@ -38,6 +40,10 @@ class Gathered:
 
     def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         return False
+
+    def knowing(self, rotations: Rotations) -> Self:
+        """This variant for a step whose rotations are known."""
+        return self
 
 
 class Grouped(Gathered):
@@ -71,6 +77,10 @@ class InPlace:
 
     def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         return False
+
+    def knowing(self, rotations: Rotations) -> Self:
+        """This variant for a step whose rotations are known."""
+        return self
 
     def attend(
         self,
@@ -114,7 +124,7 @@ class InPlace:
 
 
 class Kernel(InPlace):
-    """Writes the new position and reads pages where they lie, by one CUDA kernel of our own.
+    """Rotates and writes the new position and reads pages where they lie, by one CUDA kernel of our own.
 
     The pools stay the arrays they are: the kernel writes into its inputs. MLX holds what a step reads until
     the step has run, so a pool that is replaced while the step before it still runs is copied whole. Layers
@@ -126,8 +136,12 @@ class Kernel(InPlace):
 
     name = "kernel"
 
-    def __init__(self) -> None:
-        self.cases: set[KernelCase] = set()
+    def __init__(self, cases: set[KernelCase] | None = None, rotations: Rotations | None = None) -> None:
+        self.cases: set[KernelCase] = set() if cases is None else cases
+        self._rotations = rotations or Rotations()
+
+    def knowing(self, rotations: Rotations) -> Self:
+        return type(self)(self.cases, rotations)
 
     def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         dtype, quantization = _format(keys)
@@ -148,8 +162,10 @@ class Kernel(InPlace):
         fetched_keys, fetched_values = stand_in.keys_and_values()
         if keys is not fetched_keys or values is not fetched_values or stand_in.new is None:
             raise ValueError("the model changes its keys or values on their way to attention")
-        case = self._case(queries, keys, values, stand_in.view, scale, sinks)
-        return attend_by_kernel(case, queries, stand_in.new, (keys, values), stand_in.view, sinks)
+        new_keys, new_values = stand_in.new
+        (queries, new_keys), rotary = self._unrotated([queries, new_keys])
+        case = self._case(queries, keys, values, stand_in.view, scale, sinks, rotary)
+        return attend_by_kernel(case, queries, (new_keys, new_values), (keys, values), stand_in.view, sinks)
 
     def attend_packed(
         self, stand_in: QuantizedStandIn, queries: mx.array, scale: float, sinks: mx.array | None
@@ -158,9 +174,17 @@ class Kernel(InPlace):
         keys, values = stand_in.pools
         if not self.writes(keys, values):
             return attend_packed_pages(stand_in, queries, scale, sinks)
-        case = self._case(queries, keys, values, stand_in.view, scale, sinks)
+        (queries,), rotary = self._unrotated([queries])
+        case = self._case(queries, keys, values, stand_in.view, scale, sinks, rotary)
         planes = *keys.planes, *values.planes
         return attend_by_kernel(case, queries, stand_in.new, planes, stand_in.view, sinks)
+
+    def _unrotated(self, rotated: Sequence[mx.array]) -> tuple[list[mx.array], Rotary | None]:
+        """What the kernel can rotate itself, all of it in one way; else the arrays as they are."""
+        known = [found for array in rotated if (found := self._rotations.origin(array)) is not None]
+        if len(known) < len(rotated) or len({id(rotary) for _, rotary in known}) > 1:
+            return list(rotated), None
+        return [array for array, _ in known], known[0][1]
 
     def _case(
         self,
@@ -170,6 +194,7 @@ class Kernel(InPlace):
         view: PagedView,
         scale: float,
         sinks: mx.array | None,
+        rotary: Rotary | None,
     ) -> KernelCase:
         _, heads, size, key_dim = keys.shape
         dtype, quantization = _format(keys)
@@ -184,6 +209,7 @@ class Kernel(InPlace):
             scale=float(scale),
             sinks=None if sinks is None else sinks.dtype,
             quantization=quantization,
+            rotary=rotary,
         )
         self.cases.add(case)
         return case
