@@ -114,9 +114,8 @@ def _listen(model: nn.Module) -> tuple[list[tuple[nn.Module, list[str]]], mx.arr
     finally:
         for module, listeners in heard:
             dict.update(module, {name: listener.layer for name, listener in listeners.items()})
-    return [
-        (module, names) for module, listeners in heard for names in _with_same_inputs(listeners)
-    ], computed
+    together = [(module, names) for module, listeners in heard for names in _with_same_inputs(listeners)]
+    return together, computed
 
 
 def _with_same_inputs(listeners: dict[str, _Listener]) -> Iterator[list[str]]:
@@ -178,7 +177,7 @@ class _Part(nn.Module):
     """
 
     def __init__(self, product: _Product, index: int, joined: nn.Module | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._product = product
         self._index = index
         if joined is not None:

@@ -1,8 +1,8 @@
-"""Rotary embeddings that attention may compute by itself: what a step rotates is remembered until it attends.
+"""Rotary embeddings that attention may compute by itself: a step's rotations are noted until it attends.
 
-MLX computes nothing that nobody reads. So a model's own rotation is built as ever, and an attention that knows
-what was rotated, and how, reads that instead. Where a model does anything else with queries or keys on their
-way they are not found here, and are read as they come.
+MLX computes nothing that nobody reads. So a model's own rotation is built as ever, and an attention that
+knows what was rotated, and how, reads that instead. Where a model does anything else with queries or keys on
+their way they are not found here, and are read as they come.
 """
 
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ class _Noted(nn.Module):
     """A rotary embedding that notes what it rotates."""
 
     def __init__(self, rope: nn.Module, rotary: Rotary, rotations: Rotations) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rope = rope
         self.rotary = rotary
         self.rotations = rotations
@@ -106,7 +106,7 @@ def note_rotations(model: nn.Module) -> Rotations:
     return rotations
 
 
-def _rotary(module: object) -> Rotary | None:
+def _rotary(module: Any) -> Rotary | None:
     """None where it is no rotary embedding, or one of a kind that is not known."""
     if type(module) is nn.RoPE:
         periods = module.base ** (np.arange(0, module.dims, 2) / module.dims) / module.scale
