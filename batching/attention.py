@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.activation import install_activations
 from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel, is_supported
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
@@ -231,24 +231,20 @@ def variant(name: str) -> DecodeVariant:
     return _VARIANTS[name]()
 
 
-def model_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules whose layers make up `model` and that call the seam."""
-    names = {type(layer).__module__ for layer in model.modules()}
-    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    return [module for module in modules if hasattr(module, _SEAM)]
-
-
 def install_seam(model: nn.Module) -> None:
     """Send the model's attention calls on one of our stand-ins where it says, all others where they went.
 
-    The one place where something of mlx-lm is replaced: the name `scaled_dot_product_attention` in the
-    modules that define the model's layers. It stays for the life of the process; installing it again changes
-    nothing.
+    Here names of mlx-lm are replaced, in the modules that define the model's layers:
+    `scaled_dot_product_attention`, and activations on the CPU. They stay so for the life of the process;
+    installing them again changes nothing.
     """
-    for module in model_modules(model):
-        original = getattr(module, _SEAM)
-        if not isinstance(original, _Redirect):
+    names = {type(layer).__module__ for layer in model.modules()}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    for module in modules:
+        original = getattr(module, _SEAM, None)
+        if original is not None and not isinstance(original, _Redirect):
             setattr(module, _SEAM, _Redirect(original))
+    install_activations(modules)
 
 
 def _attend_mixed(

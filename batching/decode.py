@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.activation import fast_activations
 from mlxd.batching.attention import DecodeVariant
 from mlxd.batching.rotation import note_rotations
 from mlxd.batching.sampler import SamplingShape, sample
@@ -211,7 +212,7 @@ class DecodeStep:
             for slot in slots:
                 stand_ins.append(slot.trace(arrays[at : at + slot.num_inputs], step))
                 at += slot.num_inputs
-            with rotations.during(positions):
+            with rotations.during(positions), fast_activations():
                 logits = model(tokens[:, None], cache=assemble(paths, stand_ins))[:, -1]
             drawn = sample(shape, logits, tokens, sampling)
             return [*drawn, *(array for stand_in in stand_ins for array in stand_in.outputs)]

@@ -95,7 +95,7 @@ import mlx.core as mx
 b, rows = mx.random.normal((80, 96)), mx.random.normal((3, 96))
 for right, left in ((b.T, rows), (b, mx.random.normal((3, 80)))):
     together = left @ right
-    assert all(mx.array_equal(left[i] @ right, together[i]) for i in range(3))
+    assert all(mx.array_equal(left[i : i + 1] @ right, together[i : i + 1]) for i in range(3))
 """
 
 

@@ -14,6 +14,7 @@ LAYERS = ("metrics", "caches", "batching", "scheduler")
 MLX = {"mlx", "mlx_lm"}
 MLX_OWNERS = {
     "batching": {
+        "activation",
         "attention",
         "attention_kernel",
         "attention_quantized",
