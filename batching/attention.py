@@ -11,7 +11,7 @@ from mlxd.batching.activation import install_activations
 from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel, is_supported
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
-from mlxd.batching.rotation import Rotary, Rotations
+from mlxd.batching.rotation import Rotations, Turns
 from mlxd.caches.delayed_step import DelayedStandIn
 from mlxd.caches.packed import Packed
 from mlxd.caches.paged import PagedStandIn
@@ -163,9 +163,10 @@ class Kernel(InPlace):
         if keys is not fetched_keys or values is not fetched_values or stand_in.new is None:
             raise ValueError("the model changes its keys or values on their way to attention")
         new_keys, new_values = stand_in.new
-        (queries, new_keys), rotary = self._unrotated([queries, new_keys])
-        case = self._case(queries, keys, values, stand_in.view, scale, sinks, rotary)
-        return attend_by_kernel(case, queries, (new_keys, new_values), (keys, values), stand_in.view, sinks)
+        (queries, new_keys), turns = self._unrotated([queries, new_keys])
+        case, table = self._case(queries, keys, values, stand_in.view, scale, sinks, turns)
+        new = new_keys, new_values
+        return attend_by_kernel(case, queries, new, (keys, values), stand_in.view, sinks, table)
 
     def attend_packed(
         self, stand_in: QuantizedStandIn, queries: mx.array, scale: float, sinks: mx.array | None
@@ -174,15 +175,15 @@ class Kernel(InPlace):
         keys, values = stand_in.pools
         if not self.writes(keys, values):
             return attend_packed_pages(stand_in, queries, scale, sinks)
-        (queries,), rotary = self._unrotated([queries])
-        case = self._case(queries, keys, values, stand_in.view, scale, sinks, rotary)
+        (queries,), turns = self._unrotated([queries])
+        case, table = self._case(queries, keys, values, stand_in.view, scale, sinks, turns)
         planes = *keys.planes, *values.planes
-        return attend_by_kernel(case, queries, stand_in.new, planes, stand_in.view, sinks)
+        return attend_by_kernel(case, queries, stand_in.new, planes, stand_in.view, sinks, table)
 
-    def _unrotated(self, rotated: Sequence[mx.array]) -> tuple[list[mx.array], Rotary | None]:
+    def _unrotated(self, rotated: Sequence[mx.array]) -> tuple[list[mx.array], Turns | None]:
         """What the kernel can rotate itself, all of it in one way; else the arrays as they are."""
         known = [found for array in rotated if (found := self._rotations.origin(array)) is not None]
-        if len(known) < len(rotated) or len({id(rotary) for _, rotary in known}) > 1:
+        if len(known) < len(rotated) or len({id(turns) for _, turns in known}) > 1:
             return list(rotated), None
         return [array for array, _ in known], known[0][1]
 
@@ -194,8 +195,8 @@ class Kernel(InPlace):
         view: PagedView,
         scale: float,
         sinks: mx.array | None,
-        rotary: Rotary | None,
-    ) -> KernelCase:
+        turns: Turns | None,
+    ) -> tuple[KernelCase, mx.array | None]:
         _, heads, size, key_dim = keys.shape
         dtype, quantization = _format(keys)
         case = KernelCase(
@@ -209,10 +210,10 @@ class Kernel(InPlace):
             scale=float(scale),
             sinks=None if sinks is None else sinks.dtype,
             quantization=quantization,
-            rotary=rotary,
+            rotary=None if turns is None else turns.rotary,
         )
         self.cases.add(case)
-        return case
+        return case, None if turns is None else turns.table
 
 
 def _format(pool: mx.array | Packed) -> tuple[mx.Dtype, Quantization | None]:

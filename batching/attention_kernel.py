@@ -98,6 +98,7 @@ def attend_by_kernel(
     pools: Sequence[mx.array],
     view: PagedView,
     sinks: mx.array | None,
+    turns: mx.array | None = None,
 ) -> mx.array:
     """Attention of one position a row, which is written first.
 
@@ -108,6 +109,7 @@ def attend_by_kernel(
             Changed in place, unseen by MLX: who reads them must come after the result, or in a later
             evaluation.
         sinks: [n_heads] extra logits that take weight and give no value, or None.
+        turns: float32 [B, dims], `Turns.table`, where `case` says that queries and dense keys are rotated.
     Returns:
         [B, n_heads, 1, value_dim] in the queries' dtype.
     """
@@ -117,8 +119,8 @@ def attend_by_kernel(
     grid = (parts * threads, case.blocks_of_row, rows), (threads, 1, 1)
     given = (x.astype(pool.dtype) for x, pool in zip(new, pools, strict=True))
     inputs = [queries.astype(case.dtype), *given, *pools, view.table, view.column]
-    if case.rotary is not None:
-        inputs += [view.positions, case.rotary.frequencies]
+    if turns is not None:
+        inputs.append(turns)
     shape = (rows, heads, 1, case.value_dim)
     if parts == 1:
         (out,) = _launch("whole", case, inputs, sinks, grid, [shape])
@@ -194,7 +196,7 @@ _HEADS = (
     "{rotation}{{{rotated_by}}}}}"
 )
 _UNROTATED = {"rotation": "mlxd::Unrotated", "rotated_by": ""}
-_ROTARY = {"rotation": "mlxd::Rotary<ROTATED, NEIGHBOURS>", "rotated_by": "positions, frequencies"}
+_ROTARY = {"rotation": "mlxd::Rotary<ROTATED, NEIGHBOURS>", "rotated_by": "turns"}
 _CELLS = ("key", "value", "keys", "values")
 _DENSE = "mlxd::Dense<T, {dim}>{{const_cast<T*>({name})}}"
 _PACKED = (
@@ -240,7 +242,7 @@ def kernel(role: str, *, with_sinks: bool = False, packed: bool = False, rotates
 def _read(packed: bool, rotates: bool) -> tuple[str, ...]:
     parts = ("_codes", "_scales", "_biases") if packed else ("",)
     cells = (name + part for name in _CELLS for part in parts)
-    return ("queries", *cells, "table", "last", *(("positions", "frequencies") if rotates else ()))
+    return ("queries", *cells, "table", "last", *(("turns",) if rotates else ()))
 
 
 def _attend(packed: bool, rotates: bool, result: str) -> str:

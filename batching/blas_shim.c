@@ -1,15 +1,16 @@
 /* Plain CBLAS names over an OpenBLAS whose functions are handed in, so that any build of it serves MLX.
  *
- * OpenBLAS packs the matrix before it multiplies, which costs more than it saves for a few rows: products of those go
- * to loops of our own where the processor has AVX-512, else, below four rows, to the matrix-vector kernel. Integers are
- * 32 bits; enum values are CBLAS's.
+ * OpenBLAS packs the matrix before it multiplies, which costs more than it saves for a few rows: products of those are
+ * computed here where the processor has AVX-512, else, below four rows, as matrix-vector products. Integers are 32 bits;
+ * enum values are CBLAS's.
  */
 #include <stddef.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112, FEW_ROWS = 3 };
+enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
+enum { FEW_ROWS = 8, FEW_VECTORS = 3 }; /* up to which our own loops are the fastest, and products one by one */
 enum { SMALL = 1 << 15 }; /* numbers in a matrix that is not worth several threads */
 
 typedef void sgemm_fn(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
@@ -97,30 +98,32 @@ TILED void multiply_plain(const int m, const int n, const float *a, const float 
         }
 }
 
-#define FOR_ROWS(multiply, n)                    \
-    switch (m) {                                 \
-        case 1: multiply(1, n, a, b, c, s); break; \
-        case 2: multiply(2, n, a, b, c, s); break; \
-        default: multiply(3, n, a, b, c, s);       \
+#define FOR_ROWS(multiply, n)                              \
+    switch (m - i) {                                       \
+        case 1: multiply(1, n, a_i, b, c_i, s); break;     \
+        case 2: multiply(2, n, a_i, b, c_i, s); break;     \
+        case 3: multiply(3, n, a_i, b, c_i, s); break;     \
+        default: multiply(TILE, n, a_i, b, c_i, s); break; \
     }
 
 /* A few rows times a matrix. Each number of the product is summed in one order, however many rows there are. */
 AVX512 static void multiply_few(int m, int n, int b_stored_plain, const float *a, const float *b, float *c, shape s) {
     const int unit = b_stored_plain ? LANES : 1;
     for (int left = n / unit; left > 0;) {
-        const int wide = left >= TILE;
-        if (b_stored_plain) {
-            if (wide) {
+        const int done = left >= TILE ? TILE : 1;
+        for (int i = 0; i < m; i += TILE) {
+            const float *a_i = a + (size_t)i * s.lda;
+            float *c_i = c + (size_t)i * s.ldc;
+            if (b_stored_plain && done == TILE) {
                 FOR_ROWS(multiply_plain, TILE)
-            } else {
+            } else if (b_stored_plain) {
                 FOR_ROWS(multiply_plain, 1)
+            } else if (done == TILE) {
+                FOR_ROWS(multiply_transposed, TILE)
+            } else {
+                FOR_ROWS(multiply_transposed, 1)
             }
-        } else if (wide) {
-            FOR_ROWS(multiply_transposed, TILE)
-        } else {
-            FOR_ROWS(multiply_transposed, 1)
         }
-        const int done = wide ? TILE : 1;
         left -= done;
         b += b_stored_plain ? (size_t)done * LANES : (size_t)done * s.ldb;
         c += (size_t)done * unit;
@@ -131,18 +134,19 @@ AVX512 static void multiply_few(int m, int n, int b_stored_plain, const float *a
 
 void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
                  const float *b, int ldb, float beta, float *c, int ldc) {
-    if (order != ROW_MAJOR || m > FEW_ROWS) {
-        sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-        return;
-    }
-    int b_stored_plain = trans_b == NO_TRANS;
+    const int b_stored_plain = trans_b == NO_TRANS;
 #if defined(__x86_64__)
     const int is_whole = trans_a == NO_TRANS && (b_stored_plain ? n : k) % LANES == 0;
-    if (has_avx512 && is_whole && (!has_threads || (size_t)n * k <= SMALL)) {
+    const int is_ours = has_avx512 && is_whole && (!has_threads || (size_t)n * k <= SMALL);
+    if (order == ROW_MAJOR && m <= FEW_ROWS && is_ours) {
         multiply_few(m, n, b_stored_plain, a, b, c, (shape){k, lda, ldb, ldc, alpha, beta});
         return;
     }
 #endif
+    if (order != ROW_MAJOR || m > FEW_VECTORS) {
+        sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+        return;
+    }
     /* Row i of the product is op(b)' times row i of op(a). */
     for (int i = 0; i < m; i++) {
         const float *row = trans_a == NO_TRANS ? a + (size_t)i * lda : a + i;

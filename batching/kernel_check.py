@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlxd.batching.attention import InPlace
 from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel
+from mlxd.batching.rotation import Rotary
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView, write_position
 from mlxd.caches.quantized import keys_and_values, planes_of
@@ -31,6 +32,7 @@ class RandomStep:
             NaN where no row looks, which is also where the new position goes.
         table, positions: int32 [B, T] and [B].
         sinks: [n_heads], or None.
+        turns: float32 [B, dims] of random angles, where there is a rotary embedding.
     """
 
     case: KernelCase
@@ -40,6 +42,7 @@ class RandomStep:
     table: mx.array
     positions: mx.array
     sinks: mx.array | None
+    turns: mx.array | None
 
     @property
     def view(self) -> PagedView:
@@ -51,8 +54,9 @@ class RandomStep:
         return self._rotated(self.queries)
 
     def _rotated(self, heads: mx.array) -> mx.array:
-        rotary = self.case.rotary
-        return heads if rotary is None else rotary(heads, self.positions)
+        if self.case.rotary is None or self.turns is None:
+            return heads
+        return self.case.rotary.turn(heads, self.case.rotary.factors(self.turns))
 
     def _new_planes(self) -> list[mx.array]:
         keys, values = self.new
@@ -61,7 +65,7 @@ class RandomStep:
     def run(self) -> mx.array:
         """[B, n_heads, 1, value_dim], by the kernel, which writes into `pools`."""
         new = self.new if self.case.quantization is None else self._new_planes()
-        return attend_by_kernel(self.case, self.queries, new, self.pools, self.view, self.sinks)
+        return attend_by_kernel(self.case, self.queries, new, self.pools, self.view, self.sinks, self.turns)
 
     def written(self) -> list[mx.array]:
         """Other pools, which hold the new position, too."""
@@ -121,9 +125,16 @@ def random_step(case: KernelCase, lengths: list[int], width: int) -> RandomStep:
         table=table,
         positions=positions,
         sinks=None if case.sinks is None else mx.random.normal((heads,)).astype(case.sinks),
+        turns=None if case.rotary is None else _random_turns(case.rotary, rows),
     )
     mx.eval(step.queries, step.new, step.pools, table, positions)
     return step
+
+
+def _random_turns(rotary: Rotary, rows: int) -> mx.array:
+    angles = mx.random.uniform(0, 2 * math.pi, (rows, rotary.dims // 2))
+    axis = -1 if rotary.neighbours else -2
+    return mx.stack([mx.cos(angles), mx.sin(angles)], axis=axis).reshape(rows, rotary.dims)
 
 
 def relative_errors(out: mx.array, expected: mx.array) -> list[float]:

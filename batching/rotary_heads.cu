@@ -13,8 +13,7 @@ struct Unrotated {
 // Rotary embedding of the first DIMS numbers of a head: pairs are neighbours, or DIMS / 2 apart.
 template <int DIMS, bool NEIGHBOURS>
 struct Rotary {
-  const int32_t* positions;  // [rows]
-  const float* frequencies;  // [DIMS / 2], radians a position
+  const float* turns;  // [rows, DIMS]: where a pair's numbers are, its cosine and its sine
 
   static __device__ int first(int pair) { return NEIGHBOURS || pair >= DIMS / 2 ? 2 * pair : pair; }
   static __device__ int second(int pair) {
@@ -23,8 +22,8 @@ struct Rotary {
 
   __device__ void turn(int row, int pair, float& x, float& y) const {
     if (pair >= DIMS / 2) return;
-    float sine, cosine;
-    sincosf(static_cast<float>(positions[row]) * frequencies[pair], &sine, &cosine);
+    const float* of_row = turns + static_cast<size_t>(row) * DIMS;
+    const float cosine = of_row[first(pair)], sine = of_row[second(pair)];
     const float turned = x * cosine - y * sine;
     y = x * sine + y * cosine;
     x = turned;

@@ -25,7 +25,6 @@ from pathlib import Path
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # the reference multiplies in float32
 
 import mlx.core as mx
-import numpy as np
 
 from mlxd.batching import attention_kernel
 from mlxd.batching.attention import DecodeVariant, InPlace, Kernel, variant
@@ -48,29 +47,37 @@ PACKINGS = (
     Quantization(bits=4, group_size=64),
 )
 
-
-def rotary(dims: int, *, neighbours: bool = False) -> Rotary:
-    return Rotary.of_periods(dims, neighbours, 1e4 ** (np.arange(0, dims, 2) / dims))
-
-
 CASES = (
-    KernelCase(8, 4, 64, 64, mx.bfloat16, 64, None, 64**-0.5, rotary=rotary(64)),  # llama
-    KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5, rotary=rotary(128)),
+    KernelCase(8, 4, 64, 64, mx.bfloat16, 64, None, 64**-0.5, rotary=Rotary(64, neighbours=False)),  # llama
+    KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5, rotary=Rotary(128, neighbours=False)),
     KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5),  # qwen3
     KernelCase(8, 8, 64, 64, mx.bfloat16, 64, 128, 64**-0.5, sinks=mx.bfloat16),  # gpt_oss, sliding
     KernelCase(8, 8, 64, 64, mx.bfloat16, 64, None, 64**-0.5, sinks=mx.bfloat16),
     KernelCase(1, 4, 256, 256, mx.bfloat16, 32, 512, 256**-0.5),  # gemma3
-    KernelCase(4, 2, 256, 256, mx.float16, 128, 4096, 256**-0.5, soft_cap=50.0, rotary=rotary(256)),
+    KernelCase(
+        4, 2, 256, 256, mx.float16, 128, 4096, 256**-0.5, soft_cap=50.0, rotary=Rotary(256, neighbours=False)
+    ),
     KernelCase(2, 7, 128, 128, mx.bfloat16, 256, None, 128**-0.5),  # qwen2
     KernelCase(4, 16, 128, 128, mx.bfloat16, 64, None, 128**-0.5),  # qwen3 moe
     KernelCase(1, 24, 64, 64, mx.float16, 16, 1, 64**-0.5, soft_cap=5.0, sinks=mx.float32),
-    KernelCase(4, 1, 96, 96, mx.float16, 64, 1000, 96**-0.5, rotary=rotary(96)),  # phi3
-    KernelCase(4, 8, 128, 128, mx.float16, 64, None, 128**-0.5, rotary=rotary(64, neighbours=True)),  # glm4
+    KernelCase(4, 1, 96, 96, mx.float16, 64, 1000, 96**-0.5, rotary=Rotary(96, neighbours=False)),  # phi3
+    KernelCase(4, 8, 128, 128, mx.float16, 64, None, 128**-0.5, rotary=Rotary(64, neighbours=True)),  # glm4
     KernelCase(8, 12, 192, 128, mx.bfloat16, 64, 128, 192**-0.5, sinks=mx.bfloat16),  # mimo_v2
     KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5, quantization=PACKINGS[0]),
-    KernelCase(8, 4, 64, 64, mx.bfloat16, 64, None, 64**-0.5, quantization=PACKINGS[1], rotary=rotary(64)),
+    KernelCase(
+        8,
+        4,
+        64,
+        64,
+        mx.bfloat16,
+        64,
+        None,
+        64**-0.5,
+        quantization=PACKINGS[1],
+        rotary=Rotary(64, neighbours=False),
+    ),
     KernelCase(2, 10, 128, 64, mx.float16, 32, 900, 128**-0.5, sinks=mx.float16, quantization=PACKINGS[2]),
-    KernelCase(3, 3, 64, 64, mx.float32, 64, None, 64**-0.5, rotary=rotary(64, neighbours=True)),  # smollm2
+    KernelCase(3, 3, 64, 64, mx.float32, 64, None, 64**-0.5, rotary=Rotary(64, neighbours=True)),  # smollm2
     KernelCase(2, 12, 128, 96, mx.float32, 16, 700, 128**-0.5, soft_cap=30.0, sinks=mx.float32),
     KernelCase(1, 8, 256, 256, mx.float32, 64, None, 256**-0.5),
 )

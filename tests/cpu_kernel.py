@@ -35,9 +35,9 @@ def numpy_kernel(
         views = [np.array(array, copy=False) for array in inputs]
         sinks = views.pop() if with_sinks else None
         if rotates:
-            *views, positions, frequencies = views
+            turns = views.pop()
             for i in range(1 if packed else 2):
-                views[i] = _rotated(views[i], positions, frequencies, dict(template))
+                views[i] = _rotated(views[i], turns, dict(template))
         outputs = body(*views, sinks=sinks, parts=grid[0] // threadgroup[0], constants=dict(template))
         return [
             mx.array(out.reshape(shape)).astype(dtype)
@@ -47,7 +47,7 @@ def numpy_kernel(
     return launch
 
 
-def _rotated(heads: Array, positions: Array, frequencies: Array, constants: dict[str, Any]) -> Array:
+def _rotated(heads: Array, turns: Array, constants: dict[str, Any]) -> Array:
     """Queries or new keys, [B, heads, 1, dim]."""
     dims = constants["ROTATED"]
     pairs = (
@@ -55,11 +55,11 @@ def _rotated(heads: Array, positions: Array, frequencies: Array, constants: dict
         if constants["NEIGHBOURS"]
         else (slice(dims // 2), slice(dims // 2, dims))
     )
-    angles = positions[:, None, None, None] * frequencies
+    cosines, sines = (turns[:, None, None, pair] for pair in pairs)
     x, y = (heads[..., pair].astype(np.float32) for pair in pairs)
     turned = heads.copy()
-    turned[..., pairs[0]] = x * np.cos(angles) - y * np.sin(angles)
-    turned[..., pairs[1]] = x * np.sin(angles) + y * np.cos(angles)
+    turned[..., pairs[0]] = x * cosines - y * sines
+    turned[..., pairs[1]] = x * sines + y * cosines
     return turned
 
 

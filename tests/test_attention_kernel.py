@@ -30,11 +30,10 @@ from mlxd.caches.paged_view import PagedView
 from mlxd.caches.quantization import Quantization
 
 CASE = KernelCase(2, 2, 64, 64, mx.float32, 16, None, 0.125)
-PERIODS = 100.0 ** (np.arange(32) / 32)
 CASES = (
     CASE,
-    replace(CASE, rotary=Rotary.of_periods(64, False, PERIODS)),
-    replace(CASE, key_dim=96, rotary=Rotary.of_periods(64, True, PERIODS)),
+    replace(CASE, rotary=Rotary(64, neighbours=False)),
+    replace(CASE, key_dim=96, rotary=Rotary(64, neighbours=True)),
     replace(CASE, group=9, key_dim=96, value_dim=32),
     replace(CASE, window=50),
     replace(CASE, window=1, page_size=64),
@@ -43,7 +42,7 @@ CASES = (
         CASE,
         dtype=mx.float16,
         quantization=Quantization(bits=8),
-        rotary=Rotary.of_periods(64, False, PERIODS),
+        rotary=Rotary(64, neighbours=False),
     ),
     replace(CASE, dtype=mx.float16, value_dim=128, quantization=Quantization(bits=4, group_size=32)),
 )
@@ -131,6 +130,7 @@ def test_a_model_draws_by_the_kernel_what_mlx_lm_draws(family: str) -> None:
     assert tuple(row.output) == oracle(family, prompt, num_tokens).tokens
     assert isinstance(rig.runner.attention, Kernel)
     assert rig.runner.attention.cases
+    assert all(case.rotary is not None for case in rig.runner.attention.cases)
 
 
 def addresses(rig: Rig) -> list[int]:
