@@ -1,6 +1,6 @@
 """Ended requests that can be told again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from mlxd.scheduler.events import RequestKey
@@ -72,6 +72,12 @@ class Retention:
         """What a tenant holds besides the newest stream of all."""
         shelf = self._shelves[tenant]
         return shelf.num_bytes - (_size(newest) if tenant == newest.key.tenant else 0)
+
+    def take_others(self, tenants: Collection[str]) -> list[Stream]:
+        """Keep those of these tenants alone; returns what others had, of which `on_drop` is not told."""
+        gone = [self._shelves.pop(tenant) for tenant in tuple(self._shelves) if tenant not in tenants]
+        self._num_bytes -= sum(shelf.num_bytes for shelf in gone)
+        return [stream for shelf in gone for stream, _ in shelf.kept.values()]
 
     def expire(self, now: float) -> None:
         """Drop those whose time is over."""

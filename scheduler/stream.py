@@ -10,6 +10,7 @@ from msgspec import UNSET
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.events import RequestKey
+from mlxd.scheduler.journal_entries import Entry
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.transcript import Transcript
 
@@ -31,6 +32,8 @@ class Stream:
         digest: of the message that made it.
         is_whole: all of the answer comes in `done`.
         is_accepted: `accepted` may be told, and what follows it.
+        is_ended: its end may be told.
+        is_orphan: its tenant is no more; nobody but its reader is told of it.
         answer: None until its prompt is tokenised and the engine has it.
         session: its reader; None where that went away, or has got all.
         seq: pieces that were sent to the reader.
@@ -45,6 +48,8 @@ class Stream:
     is_whole: bool
     transcript: Transcript
     is_accepted: bool = False
+    is_ended: bool = False
+    is_orphan: bool = False
     state: Literal["waiting", "running"] = "waiting"
     message: wire.Generate | None = None
     answer: Answer | None = None
@@ -84,7 +89,7 @@ class Stream:
 
         An end that is no `done` does not wait for room or credit: it may come before the last text.
         """
-        terminal = self.transcript.terminal
+        terminal = self.transcript.terminal if self.is_ended else None
         if self.is_whole:
             return self.transcript.whole(terminal) if isinstance(terminal, wire.Done) else terminal
         if has_room and (self.credit is None or self.credit > 0):
@@ -101,3 +106,12 @@ class Stream:
             self.seq += max(1, len(message.token_ids))
             if self.credit is not None:
                 self.credit -= num_bytes
+
+
+def stream_of(entry: Entry) -> Stream:
+    """What an earlier process accepted, without a reader."""
+    request_id, record = entry.key.request_id, entry.record
+    transcript = Transcript(request_id) if record is None else Transcript.restored(request_id, record)
+    stream = Stream(entry.key, entry.digest, entry.is_whole, transcript, is_accepted=True)
+    stream.message = entry.message
+    return stream
