@@ -177,6 +177,7 @@ class Desk:
         self._open.lost_reader(stream, now)
         if entry.begun is Begun.ALONE:
             why = f"the daemon ended {Begun.ALONE} times with this request begun, the last time with no other"
+            logger.error("given up tenant=%s id=%s: %s", *entry.key, why)
             self._fail(stream, "engine_failed", why)
         else:
             self._recovery.add(stream, now, is_suspect=entry.begun is Begun.AGAIN)

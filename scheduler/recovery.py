@@ -1,6 +1,7 @@
 """Which requests may begin, after processes that ended with requests open."""
 
 import asyncio
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,6 +10,8 @@ from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.journal_entries import Begun
 from mlxd.scheduler.stream import Stream
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 
@@ -54,6 +57,8 @@ class Recovery:
     def begin(self) -> None:
         """All of an earlier process are here."""
         self._earlier = deque(_by_turns(self._earlier))
+        if self._suspects:
+            logger.warning("two processes were killed: requests that both had begun run one at a time now")
         self._go_on()
 
     def ended(self, stream: Stream) -> None:

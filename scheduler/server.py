@@ -102,7 +102,8 @@ class Server:
         Returns:
             The exit code: 0 after a drain, 1 where the engine failed, 3 where a thread hung or was dead.
         Raises:
-            ConfigError: the configuration, an address or a port cannot be used; nothing was started.
+            ConfigError, SettingError: the configuration, an address, a port or the journal's file cannot be
+                used; nothing was started.
             ModelError, EngineFailedError: the model cannot be loaded.
         """
         self._config.check()
