@@ -10,12 +10,12 @@ import msgspec
 
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.answer import Answer, terminal_of
+from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.endings import Endings
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, RejectedError, RevokedError
-from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens, Usage
+from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, RejectedError
+from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens
 from mlxd.scheduler.intake import RETRY_MS, Intake, Served, check_message, loading, with_seed
 from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.journal_entries import Begun, Entry
@@ -135,28 +135,17 @@ class Desk:
         return reply_of(error, key.request_id)
 
     def _refuse(self, stream: Stream, reply: wire.Rejected | wire.Error) -> None:
-        """In place of accepted; the id is free again. What an earlier start accepted still gets its end."""
-        if not stream.is_accepted:
-            self._turn_away(stream, reply)
-        elif isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota"):
+        """What an earlier start accepted is tried again where time may help."""
+        may_help = isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota")
+        if stream.is_accepted and may_help:
             loop = asyncio.get_running_loop()
             loop.call_later(RETRY_MS / 1000, self._begin_again, stream, loop.time())
         else:
-            code = reply.reason if isinstance(reply, wire.Rejected) else reply.code
-            self._fail(stream, code, reply.message)
-
-    def _turn_away(self, stream: Stream, reply: wire.Terminal) -> None:
-        self._endings.close(stream)
-        self._readers.reply(stream, reply)
-        stream.detach()
+            self._endings.refuse(stream, reply)
 
     def _begin_again(self, stream: Stream, arrived_at: float) -> None:
         if stream in self._open and stream.transcript.terminal is None:
             self._begin(stream, arrived_at)
-
-    def _fail(self, stream: Stream, code: str, message: str) -> None:
-        stream.transcript.terminal = wire.Error(id=stream.key.request_id, code=code, message=message)
-        self._endings.end(stream)
 
     def restore(self) -> None:
         """Take over what the journal has: ended requests are kept, open ones begin again."""
@@ -178,7 +167,7 @@ class Desk:
         if entry.begun is Begun.ALONE:
             why = f"the daemon ended {Begun.ALONE} times with this request begun, the last time with no other"
             logger.error("given up tenant=%s id=%s: %s", *entry.key, why)
-            self._fail(stream, "engine_failed", why)
+            self._endings.fail(stream, "engine_failed", why)
         else:
             self._recovery.add(stream, now, is_suspect=entry.begun is Begun.AGAIN)
 
@@ -214,20 +203,10 @@ class Desk:
             return False
         stream.end_as = outcome
         if self._recovery.take_back(stream):
-            self._end_unbegun(stream)
+            self._endings.end_unbegun(stream)
         elif stream.answer is not None:
             self._engine.cancel(key, outcome)
         return True
-
-    def _end_unbegun(self, stream: Stream) -> None:
-        error = RevokedError()
-        event = Finished(stream.key, stream.end_as, Usage(0, 0), error.code, str(error))
-        terminal = terminal_of(event)
-        if stream.is_accepted:
-            stream.transcript.terminal = terminal
-            self._endings.end(stream)
-        else:
-            self._turn_away(stream, terminal)
 
     def abandon(self, session: Session, outcome: str) -> None:
         """A client is gone ("client_gone"), or does not read what it was sent ("slow_client")."""
@@ -311,23 +290,11 @@ class Desk:
     def give_up(self, error: MlxdError) -> None:
         """End what the engine has not ended, and will not end any more."""
         self._recovery.stop()
-        for stream in self._open:
-            if stream.transcript.terminal is None:
-                self._refuse_unwritten(stream, error)
-
-    def _refuse_unwritten(self, stream: Stream, error: MlxdError) -> None:
-        if not stream.is_accepted:
-            self._journal.forget(stream.key)
-        self._refuse(stream, reply_of(error, stream.key.request_id))
+        self._endings.give_up(error)
 
     def tell_unwritten(self) -> None:
         """Tell the ends that wait for a journal which does not answer any more."""
-        for stream in self._open:
-            if stream.is_accepted:
-                self._endings.tell_unwritten(stream)
-            else:
-                error = JournalError("journal_failed", "the journal does not answer")
-                self._refuse_unwritten(stream, error)
+        self._endings.tell_unwritten()
 
     def update(self, tenants: Collection[str]) -> None:
         """What requests of other tenants answered is told to nobody any more, whoever has the name next."""
