@@ -6,23 +6,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-import msgspec
-
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
-from mlxd.scheduler.config import Config, TenantConfig
+from mlxd.scheduler.beginnings import Beginnings
+from mlxd.scheduler.config import Config
 from mlxd.scheduler.endings import Endings
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, RejectedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens
-from mlxd.scheduler.intake import RETRY_MS, Intake, Served, check_message, loading, with_seed
+from mlxd.scheduler.intake import Served, check_message, loading, with_seed
 from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.journal_entries import Begun, Entry
 from mlxd.scheduler.open_streams import OpenStreams
+from mlxd.scheduler.pauses import Pauses
 from mlxd.scheduler.readers import Readers
 from mlxd.scheduler.recovery import Recovery
 from mlxd.scheduler.replies import rejection_reply, reply_of
+from mlxd.scheduler.retention import Retention
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.stream import Stream, digest_of, stream_of
 from mlxd.scheduler.transcript import Transcript
@@ -49,18 +50,20 @@ class Desk:
         """`send` must not block; it returns the frame's bytes, and may call back into `abandon`."""
         self.served: Served | None = None
         self.generated_tokens: Counter[str] = Counter()
-        self._max_unread_bytes = config.server.max_client_buffer_bytes
+        server = config.server
         self._grace_s = config.resume_grace_s
         self._engine = engine
         self._recorder = recorder
         self._send = send
-        self._readers = Readers(send)
+        self._open = OpenStreams(Retention(server.retention_s, server.retention_bytes, self._give_up_paused))
+        pauses = Pauses(engine, self._open, server.max_client_buffer_bytes)
+        self._readers = Readers(send, self._open, pauses, server.max_client_buffer_bytes)
         self._journal = journal
-        self._open = OpenStreams()
         self._recovery = Recovery(journal, self._begin, config.scheduler.max_rows)
-        self._endings = Endings(config.server, self._open, self._readers, journal, self._recovery.ended)
-        self._intake = Intake()
-        self._beginnings: set[asyncio.Task[None]] = set()
+        self._endings = Endings(server, self._open, self._readers, journal, self._recovery.ended)
+        self._beginnings = Beginnings(
+            engine, self._open, on_refused=self._refuse_begun, on_unwanted=self._endings.end
+        )
 
     @property
     def num_open(self) -> int:
@@ -80,9 +83,12 @@ class Desk:
             stream = Stream(key, digest_of(message), not message.stream, Transcript(message.id))
             known = self._find(key)
             if known is not None and known.digest == stream.digest and not known.is_orphan:
-                self._attach(known, session, 0, message.credit)
+                self._readers.attach(known, session, 0, message.credit)
                 return
-            self._check_room(session.tenant, known is not None, message.id)
+            if known is not None:
+                text = f"another request has the id {message.id!r}, or had it lately"
+                raise RejectedError("id_conflict", text, retryable=False)
+            self._open.check_room(session.tenant)
         except MlxdError as error:
             self._send(session, self._refusal(key, error))
             return
@@ -95,37 +101,12 @@ class Desk:
     def _find(self, key: RequestKey) -> Stream | None:
         return self._open.get(key) or self._endings.get(key)
 
-    def _check_room(self, tenant: TenantConfig, is_known: bool, request_id: str) -> None:
-        """Raises RejectedError. The engine judges queues exactly; this bounds what it has not seen yet."""
-        if is_known:
-            message = f"another request has the id {request_id!r}, or had it lately"
-            raise RejectedError("id_conflict", message, retryable=False)
-        limit = tenant.max_running + tenant.max_waiting
-        if self._open.num_of(tenant.name) >= limit:
-            message = f"tenant {tenant.name!r} has {limit} requests open already"
-            raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
-
     def _begin(self, stream: Stream, arrived_at: float) -> None:
         assert self.served is not None, "requests need a model"
-        beginning = asyncio.create_task(self._submit(stream, self.served, arrived_at))
-        self._beginnings.add(beginning)
-        beginning.add_done_callback(self._beginnings.discard)
+        self._beginnings.begin(stream, self.served, arrived_at)
 
-    async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
-        try:
-            submission = await self._intake.prepare(stream, served, arrived_at)
-            if stream not in self._open:
-                return
-            if not stream.is_wanted:
-                self._endings.end(stream)
-                return
-            self._engine.submit(submission)
-        except MlxdError as error:
-            if stream in self._open:
-                self._refuse(stream, self._refusal(stream.key, error))
-            return
-        if stream.end_as:
-            self._engine.cancel(stream.key, stream.end_as)
+    def _refuse_begun(self, stream: Stream, error: MlxdError) -> None:
+        self._refuse(stream, self._refusal(stream.key, error))
 
     def _refusal(self, key: RequestKey, error: MlxdError) -> wire.Rejected | wire.Error:
         if isinstance(error, RejectedError):
@@ -137,15 +118,10 @@ class Desk:
     def _refuse(self, stream: Stream, reply: wire.Rejected | wire.Error) -> None:
         """What an earlier start accepted is tried again where time may help."""
         may_help = isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota")
-        if stream.is_accepted and may_help:
-            loop = asyncio.get_running_loop()
-            loop.call_later(RETRY_MS / 1000, self._begin_again, stream, loop.time())
+        if stream.is_accepted and may_help and self.served is not None:
+            self._beginnings.begin_later(stream, self.served)
         else:
             self._endings.refuse(stream, reply)
-
-    def _begin_again(self, stream: Stream, arrived_at: float) -> None:
-        if stream in self._open and stream.transcript.terminal is None:
-            self._begin(stream, arrived_at)
 
     def restore(self) -> None:
         """Take over what the journal has: ended requests are kept, open ones begin again."""
@@ -182,19 +158,14 @@ class Desk:
         if stream is None or stream.is_orphan:
             text = "there is no such request, or it ended too long ago"
             raise ProtocolError("gone", text, request_id=message.id)
-        self._attach(stream, session, message.seq, message.credit)
-
-    def _attach(self, stream: Stream, session: Session, seq: int, credit: int | msgspec.UnsetType) -> None:
-        self._open.found_reader(stream)
-        self._readers.attach(stream, session, seq, credit)
+        self._readers.attach(stream, session, message.seq, message.credit)
 
     def grant(self, session: Session, message: wire.Grant) -> None:
         """Let more bytes out, where this connection reads the request and gave credit before."""
         assert session.tenant is not None, "only clients that said hello get here"
         stream = self._find(RequestKey(session.tenant.name, message.id))
-        if stream is not None and stream.session is session and stream.credit is not None:
-            stream.credit = min(stream.credit + message.bytes, wire.MAX_CREDIT)
-            self._readers.tell(stream)
+        if stream is not None:
+            self._readers.grant(stream, session, message.bytes)
 
     def cancel(self, key: RequestKey, outcome: str = "cancelled") -> bool:
         """Whether there is such an open request; its terminal message comes when the engine let go of it."""
@@ -212,8 +183,7 @@ class Desk:
         """A client is gone ("client_gone"), or does not read what it was sent ("slow_client")."""
         for stream in self._read_by(session):
             if outcome == "client_gone":
-                stream.detach()
-                self._open.lost_reader(stream, asyncio.get_running_loop().time())
+                self._readers.lose(stream)
             else:
                 self.cancel(stream.key, outcome)
         if not self._grace_s:
@@ -277,15 +247,17 @@ class Desk:
             self.cancel(stream.key, "failed")
 
     def _take_tokens(self, stream: Stream, answer: Answer, event: Tokens) -> None:
-        stream.state = "running"
+        if stream.state != "paused":
+            stream.state = "running"
         self.generated_tokens[event.key.tenant] += len(event.token_ids)
         was_ended = answer.ended_by
         answer.tokens(event)
         if answer.ended_by and not was_ended:
             self._engine.cancel(event.key, answer.ended_by)
         self._readers.tell(stream)
-        if stream.unread_bytes > self._max_unread_bytes and not stream.end_as:
-            self.cancel(event.key, "slow_client")
+
+    def _give_up_paused(self, stream: Stream) -> None:
+        self.cancel(stream.key, "slow_client")
 
     def give_up(self, error: MlxdError) -> None:
         """End what the engine has not ended, and will not end any more."""
@@ -306,9 +278,11 @@ class Desk:
         self._endings.forget_others(tenants)
 
     def expire(self) -> None:
-        """Give up what nobody came back for in time; to be called now and then."""
+        """Give up what nobody came back for, or read, in time; to be called now and then."""
+        now = asyncio.get_running_loop().time()
         self._give_up_unread()
-        self._endings.expire(asyncio.get_running_loop().time())
+        self._open.paused.expire(now)
+        self._endings.expire(now)
 
     def keep_alive(self, session: Session, quiet_since: float) -> None:
         """Show that requests which got nothing since then are still known."""
@@ -317,4 +291,4 @@ class Desk:
 
     def close(self) -> None:
         """Tokenise nothing more."""
-        self._intake.close()
+        self._beginnings.close()

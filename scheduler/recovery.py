@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from mlxd.scheduler.errors import JournalError
@@ -22,10 +22,11 @@ Begin = Callable[[Stream, float], None]
 class Recovery:
     """Finds a request that ends the process each time, and lets it take no other along.
 
-    New requests begin at once. Those that an earlier process left open begin again by turns of their tenants,
-    as many at a time as there are rows, each noted in the journal before. Where the process ends again, those
-    that were so begun are suspects: each begins alone, noted before, and nothing else until it has ended. So
-    whoever was alone when a process ended had nobody beside it, and no other one is ever blamed.
+    New requests begin at once. Those that an earlier process left open begin again as many at a time as there
+    are rows, in equal parts for their tenants, at least one each, and noted in the journal before. Where the
+    process ends again, those that were so begun are suspects: each begins alone, noted before, and nothing
+    else until it has ended. So whoever was alone when a process ended had nobody beside it, and no other one
+    is ever blamed.
 
     Runs on the asyncio thread.
     """
@@ -36,9 +37,10 @@ class Recovery:
         self._num_rows = num_rows
         self._arrivals: dict[Stream, float] = {}
         self._suspects: deque[Stream] = deque()
-        self._earlier: deque[Stream] = deque()
+        self._earlier: dict[str, deque[Stream]] = {}
         self._new: deque[Stream] = deque()
         self._again: set[Stream] = set()
+        self._num_again: Counter[str] = Counter()
         self._alone: Stream | None = None
 
     def new(self, stream: Stream, arrived_at: float) -> None:
@@ -52,18 +54,22 @@ class Recovery:
     def add(self, stream: Stream, arrived_at: float, *, is_suspect: bool) -> None:
         """An earlier process left it open; they come in the order in which they were accepted."""
         self._arrivals[stream] = arrived_at
-        (self._suspects if is_suspect else self._earlier).append(stream)
+        if is_suspect:
+            self._suspects.append(stream)
+        else:
+            self._earlier.setdefault(stream.key.tenant, deque()).append(stream)
 
     def begin(self) -> None:
         """All of an earlier process are here."""
-        self._earlier = deque(_by_turns(self._earlier))
         if self._suspects:
             logger.warning("two processes were killed: requests that both had begun run one at a time now")
         self._go_on()
 
     def ended(self, stream: Stream) -> None:
         """A request has its end."""
-        self._again.discard(stream)
+        if stream in self._again:
+            self._again.remove(stream)
+            self._num_again[stream.key.tenant] -= 1
         if stream is self._alone:
             self._alone = None
             # Its end may have found no room in the journal.
@@ -84,12 +90,23 @@ class Recovery:
             return
         self._alone = self._next(self._suspects)
         if self._alone is not None:
+            self._alone.is_alone = True
             self._note(self._alone, Begun.ALONE)
             return
         while (stream := self._next(self._new)) is not None:
             self._begin(stream, self._arrivals.pop(stream))
-        while len(self._again) < self._num_rows and (stream := self._next(self._earlier)) is not None:
+        for tenant, waiting in tuple(self._earlier.items()):
+            self._begin_again(tenant, waiting)
+            if not waiting:
+                del self._earlier[tenant]
+
+    def _begin_again(self, tenant: str, waiting: deque[Stream]) -> None:
+        """As many as the tenant may have at a time."""
+        num_tenants = len(self._earlier.keys() | (+self._num_again).keys())
+        part = max(1, self._num_rows // num_tenants)
+        while self._num_again[tenant] < part and (stream := self._next(waiting)) is not None:
             self._again.add(stream)
+            self._num_again[tenant] += 1
             self._note(stream, Begun.AGAIN)
 
     def _next(self, waiting: deque[Stream]) -> Stream | None:
@@ -110,17 +127,6 @@ class Recovery:
             self._begin(stream, self._arrivals.pop(stream))
         else:
             asyncio.get_running_loop().call_later(RETRY_S, self._note, stream, begun)
-
-
-def _by_turns(streams: Iterable[Stream]) -> list[Stream]:
-    """A request of each tenant, then the next of each."""
-    num_of: Counter[str] = Counter()
-
-    def turn(stream: Stream) -> int:
-        num_of[stream.key.tenant] += 1
-        return num_of[stream.key.tenant]
-
-    return sorted(streams, key=turn)
 
 
 def _nobody_waits(failure: JournalError | None) -> None:

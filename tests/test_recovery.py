@@ -96,15 +96,23 @@ def open_on(disk: Disk, names: Iterable[str], begun: Begun = Begun.ONCE) -> Disk
     return disk
 
 
-def test_what_was_left_open_begins_by_turns_of_tenants_as_many_as_there_are_rows() -> None:
-    process = Process(open_on(Disk(), ["a/1", "a/2", "a/3", "b/1", "c/1"]))
+def test_what_was_left_open_begins_in_equal_parts_of_tenants_as_many_as_there_are_rows() -> None:
+    process = Process(open_on(Disk(), ["a/1", "a/2", "a/3", "a/4", "b/1", "c/1", "c/2"]))
     assert process.names == {"a/1", "b/1", "c/1"}
     process.send("d/1")
     assert process.names == {"a/1", "b/1", "c/1", "d/1"}
-    process.end(key("b/1"))
-    assert process.names == {"a/1", "a/2", "c/1", "d/1"}
-    process.end(key("d/1"))
-    assert process.names == {"a/1", "a/2", "c/1"}
+    for ended, begun in (("c/1", "c/2"), ("b/1", ""), ("d/1", ""), ("c/2", "a/2 a/3"), ("a/2", "a/4")):
+        before = process.names - {ended}
+        process.end(key(ended))
+        assert process.names == before.union(begun.split())
+
+
+def test_a_tenant_whose_requests_do_not_end_holds_up_its_own_alone() -> None:
+    names = [f"slow/{number}" for number in range(9)] + [f"quick/{number}" for number in range(9)]
+    process = Process(open_on(Disk(), names))
+    for number in range(9):
+        process.end(key(f"quick/{number}"))
+    assert process.names == {"slow/0", "slow/1", "slow/2"}
 
 
 def test_nothing_begins_before_the_journal_has_noted_it() -> None:
