@@ -74,7 +74,7 @@ class Engine:
         self._inbox = Inbox(config.scheduler.max_waiting)
         self._tenants = frozenset(tenant.name for tenant in config.tenants)
         self._thread: threading.Thread | None = None
-        self._on_events: Callable[[Sequence[Event]], None] = _ignore_events
+        self._on_events: Callable[[Sequence[Event]], None] = lambda events: None
         self._on_progress: Progress = ignore_progress
         self._is_settled = threading.Event()
         self._info: RunnerInfo | None = None
@@ -267,16 +267,12 @@ class Engine:
         self._publish(replace(self._snapshot, state="stopped", now=self._clock()))
 
     def _make_loop(self, runner: Runner, disk: DiskTier | None, secret: bytes) -> EngineLoop:
+        scheduler = Scheduler(
+            self._config, runner.info, seed=self._seed, secret=secret, disk=disk, recorder=self._recorder
+        )
         return EngineLoop(
             runner,
-            Scheduler(
-                self._config,
-                runner.info,
-                seed=self._seed,
-                secret=secret,
-                disk=disk,
-                recorder=self._recorder,
-            ),
+            scheduler,
             self._inbox,
             recorder=self._recorder,
             clock=self._clock,
@@ -298,7 +294,3 @@ class Engine:
         self._publish(after_failure(self._snapshot, str(failure), self._clock()))
         if events:
             self._on_events(events)
-
-
-def _ignore_events(events: Sequence[Event]) -> None:
-    pass

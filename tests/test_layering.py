@@ -14,6 +14,7 @@ LAYERS = ("metrics", "caches", "batching", "scheduler")
 MLX = {"mlx", "mlx_lm"}
 MLX_OWNERS = {
     "batching": {
+        "activation",
         "allocation",
         "attention",
         "attention_kernel",
@@ -22,6 +23,7 @@ MLX_OWNERS = {
         "decode",
         "fast_exp",
         "gguf",
+        "joined",
         "kernel_check",
         "load",
         "memory",
@@ -31,6 +33,7 @@ MLX_OWNERS = {
         "page_softmax",
         "prefill",
         "preview",
+        "rotation",
         "sampler",
         "sampler_state",
         "selftest",
