@@ -1,5 +1,6 @@
 """What may be queued, and which queued request enters the batch next."""
 
+import math
 from collections.abc import Collection, Iterator
 
 from mlxd.batching.runner import RunnerInfo
@@ -18,6 +19,8 @@ _CAPS = ("max_running", "kv_share", "tokens_per_minute")
 _RETRY_MIN_MS, _RETRY_MAX_MS = 50, 60_000
 _UNKNOWN_INTERVAL_S = 1.0
 _SMOOTHING = 0.1
+MOST_PASSING = 64
+"""Tenants in line of whom one may pass a request that waits for pages."""
 
 
 class Admission:
@@ -119,7 +122,8 @@ class Admission:
 
         A tenant at a cap of its own is passed over. The first request that is only short of pages waits for
         them; others enter before it where they do not put it off or would make way for it, for `backfill_s`
-        at most. What a tenant keeps for itself is never waited for.
+        at most. What a tenant keeps for itself is never waited for. Where nobody keeps anything, a few of
+        those behind it are looked at, so that however many wait a step is planned in time.
 
         Args:
             running: requests with a row.
@@ -127,7 +131,10 @@ class Admission:
         """
         backfill: Backfill | None = None
         self.reserving = None
-        for request in self._next_in_line(room, now):
+        most = math.inf if not self._book.reserves.is_empty else MOST_PASSING
+        for num_before, request in enumerate(self._next_in_line(room, now)):
+            if num_before > most and backfill is not None:
+                return None
             if self._fits(request):
                 if backfill is None or self._is_own(request) or self._may_pass(request, backfill):
                     return request
@@ -151,6 +158,8 @@ class Admission:
         return not self._fits(request)
 
     def _first_of_own(self, room: int, now: float) -> Request | None:
+        if self._book.reserves.is_empty:
+            return None
         in_line = self._next_in_line(room, now)
         return next((request for request in in_line if self._is_own(request) and self._fits(request)), None)
 

@@ -23,6 +23,11 @@ class Reserves:
         self._all = tuple(sum(own[group] for own in self._own.values()) for group in range(len(limits)))
         self._kept = list(self._all)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept for anybody."""
+        return not self._own
+
     def kept_from(self, name: str) -> tuple[int, ...]:
         """Pages a group that are kept for tenants other than `name`."""
         if name not in self._own:

@@ -1,12 +1,14 @@
 """Who is next, and at what cost."""
 
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 from plain_line import PlainLine
 from scheduling import World, make_config, make_tenant, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.scheduler.admission import MOST_PASSING
 from mlxd.scheduler.events import Submission
 from mlxd.scheduler.policy import FairPolicy
 from mlxd.scheduler.priority import Priority
@@ -40,6 +42,20 @@ def crowd(max_rows: int = 2, **fields: object) -> World:
 
 def names(tenants: Iterator[Tenant]) -> list[str]:
     return [tenant.name for tenant in tenants]
+
+
+def watch_looks(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of tenants, as it is asked what holds them back."""
+    looked: list[str] = []
+    admission = world.scheduler._admission
+    held_back = admission.held_back
+
+    def look(tenant: Tenant, *args: object) -> str:
+        looked.append(tenant.name)
+        return held_back(tenant, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(admission, "held_back", look)
+    return looked
 
 
 def plain(book: TenantBook) -> PlainLine:
@@ -76,18 +92,31 @@ def test_tenants_that_their_minute_holds_are_not_looked_at_before_their_time(
         world.turn()
         if world.now > 30 and all(tenant.is_held for tenant in world.scheduler.book.queued.values()):
             break
-    looked: list[str] = []
-    admission = world.scheduler._admission
-    held_back = admission.held_back
-
-    def look(tenant: Tenant, *args: object) -> str:
-        looked.append(tenant.name)
-        return held_back(tenant, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(admission, "held_back", look)
+    looked = watch_looks(world, monkeypatch)
     world.scheduler.schedule(world.now, [])
     assert len(world.scheduler.book.queued) > NUM_TENANTS / 2
     assert len(looked) < 10
+
+
+@pytest.mark.parametrize("backfill_s", [0.0, 1000.0])
+@pytest.mark.parametrize(("kv_reserve", "most"), [(0.0, MOST_PASSING + 10), (1 / NUM_TENANTS, inf)])
+def test_few_are_looked_at_to_pass_a_request_that_waits_for_pages(
+    kv_reserve: float, most: float, backfill_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless pages are kept for some: whoever may enter on its own is never passed over."""
+    memory = fake_memory(max_rows=8, max_model_len=64, num_pages=4)
+    tenants = [make_tenant(f"t{i:03}", kv_reserve=kv_reserve) for i in range(NUM_TENANTS)]
+    config = make_config(*tenants, max_waiting=10_000, backfill_s=backfill_s)
+    world = World(config, FakeRunner(memory))
+    for index in range(NUM_TENANTS):
+        world.submit(submission("0", (1,) * 40, tenant=f"t{index:03}", max_tokens=20))
+    for _ in range(3):
+        world.turn()
+    looked = watch_looks(world, monkeypatch)
+    world.scheduler.schedule(world.now, [])
+    assert world.scheduler._admission.reserving is not None
+    assert 0 < len(looked) <= most
+    assert (len(looked) >= NUM_TENANTS - 8) == (most == inf)
 
 
 @pytest.mark.parametrize("level", list(Priority))
