@@ -18,6 +18,7 @@ from mlxd.scheduler.connection import Connection, cancel_address
 from mlxd.scheduler.errors import ConnectionLostError, InvalidParamError, ProtocolError
 from mlxd.scheduler.login import Login
 from mlxd.scheduler.priority import PriorityName
+from mlxd.scheduler.protocol import kind_of
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect, ZmqTransport
 
@@ -159,7 +160,7 @@ class AsyncClient:
         `seq` counts the tokens that came already, and a chunk without any as one. Closing the generator early
         does not cancel the request. Raises RequestFailedError "gone" where the daemon does not know it.
         """
-        async for chunk in self._chunks(wire.Resume(id=request_id, seq=seq)):
+        async for chunk in self._chunks(wire.Resume(id=_checked_id(request_id), seq=seq)):
             yield chunk
 
     async def _chunks(self, message: wire.Generate | wire.Resume) -> AsyncGenerator[TextChunk, None]:
@@ -174,7 +175,8 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> bool:
         """Whether the tenant had such an open request; it ends with RequestFailedError "cancelled"."""
-        reply = await self._ask(wire.Cancel(id=request_id), cancel_address(request_id), wire.CancelReply)
+        message = wire.Cancel(id=_checked_id(request_id))
+        reply = await self._ask(message, cancel_address(request_id), wire.CancelReply)
         return reply.result == "cancelling"
 
     async def status(self) -> wire.StatusReply:
@@ -203,7 +205,7 @@ class AsyncClient:
 
     async def _ask(self, message: wire.ClientMessage, address: str, expected: type[_Reply]) -> _Reply:
         connection = await self._connected()
-        with connection.mailbox(address) as mailbox:
+        with connection.mailbox(address, kind_of(message)) as mailbox:
             await connection.send(message)
             reply = await mailbox.next()
         if not isinstance(reply, expected):
@@ -233,6 +235,15 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
+def _checked_id(request_id: str) -> str:
+    """Raises InvalidParamError: an answer to a request without an id could not be told from others."""
+    if not 1 <= len(request_id) <= wire.MAX_ID_LENGTH:
+        raise InvalidParamError(
+            "id", request_id[: wire.MAX_ID_LENGTH], f"1 to {wire.MAX_ID_LENGTH} characters"
+        )
+    return request_id
+
+
 def _generate(
     prompt: str | None,
     messages: Sequence[Mapping[str, str]] | None,
@@ -254,7 +265,7 @@ def _generate(
         except msgspec.ValidationError as error:
             raise InvalidParamError.from_message("messages", f"messages: {error}") from None
     return wire.Generate(
-        id=request_id or _new_id(),
+        id=_new_id() if request_id is None else _checked_id(request_id),
         prompt=UNSET if prompt is None else prompt,
         messages=turns,
         token_ids=UNSET if token_ids is None else tuple(token_ids),

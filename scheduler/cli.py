@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +15,8 @@ from mlxd.scheduler import client_verbs, daemon_verbs, keys, simulate_verb, toke
 from mlxd.scheduler import options as opt
 from mlxd.scheduler.client_verbs import Access
 from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from mlxd.scheduler.identity import identify
-
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 app = typer.Typer(
     name="mlxd",
@@ -165,7 +165,7 @@ def generate(
         stop=stop,
         top_logprobs=logprobs,
     )
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [client_verbs.read_prompt() if prompt == "-" else prompt for prompt in prompts]
     deadline_ms = None if deadline_s is None else round(1000 * deadline_s)
     inputs = [
         client_verbs.Input(text, chat, system, priority, deadline_ms, request_id or client_verbs.new_id())
@@ -312,14 +312,10 @@ def _access(
     return Access(endpoint, login, timeout_s, wait_s, resume_s)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run one verb and exit: 0 ok, 1 it failed, 2 bad input or configuration, 130 Ctrl-C."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
-
-
 def run(arguments: list[str]) -> int:
-    """Run one verb; errors become one line on stderr and an exit code."""
+    """Run one verb and return its exit code; errors become one line on stderr."""
     try:
+        _check_text(arguments)
         code = app(arguments, prog_name="mlxd", standalone_mode=False)
         sys.stdout.flush()
         return code or EXIT_OK
@@ -335,6 +331,15 @@ def run(arguments: list[str]) -> int:
         return EXIT_FAILED
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Raises ConfigError where an argument is no text: it could not be sent, nor printed."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"the argument {argument!r} is not UTF-8 text") from None
 
 
 def _fail(message: str, code: int) -> int:

@@ -18,7 +18,8 @@ from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
-from mlxd.scheduler.errors import MlxdError, RejectedError
+from mlxd.scheduler.errors import InvalidPromptError, MlxdError, RejectedError
+from mlxd.scheduler.frames import MAX_STRING_BYTES
 from mlxd.scheduler.login import Login
 from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.results import Completion, TextChunk
@@ -230,14 +231,29 @@ def _system(text: str | None) -> list[dict[str, str]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
+def read_prompt() -> str:
+    """Standard input to its end. Raises InvalidPromptError where it is too long or is no text."""
+    return _bounded(sys.stdin.read)
+
+
+def _bounded(read: Callable[[int], str]) -> str:
+    """What `read` gives of standard input when asked for more than a prompt may have."""
+    try:
+        text = read(MAX_STRING_BYTES + 1)
+    except UnicodeDecodeError:
+        raise InvalidPromptError("standard input is not UTF-8 text") from None
+    if len(text) > MAX_STRING_BYTES:
+        raise InvalidPromptError(f"standard input has more than {MAX_STRING_BYTES} characters, the limit")
+    return text
+
+
 def _ask() -> str:
     """The user's next line; empty at the end of input. The prompt shows on a terminal only."""
     is_terminal = sys.stdin.isatty()
     try:
-        return input("> " if is_terminal else "").strip()
+        return _bounded(lambda limit: input("> ") if is_terminal else sys.stdin.readline(limit)).strip()
     except EOFError:
-        if is_terminal:
-            print()
+        print()
         return ""
     except KeyboardInterrupt:
         print()

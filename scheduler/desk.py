@@ -82,7 +82,7 @@ class Desk:
                 return
             self._check_room(session.tenant, known is not None, message.id)
         except MlxdError as error:
-            self._send(session, self._refusal(key, error))
+            self._send(session, self._refusal(key, error, about="generate"))
             return
         stream.attach(session, 0, message.credit)
         stream.message = with_seed(message) if self._journal.keeps else message
@@ -125,12 +125,14 @@ class Desk:
         if stream.end_as:
             self._engine.cancel(stream.key, stream.end_as)
 
-    def _refusal(self, key: RequestKey, error: MlxdError) -> wire.Rejected | wire.Error:
+    def _refusal(
+        self, key: RequestKey, error: MlxdError, about: str | msgspec.UnsetType = msgspec.UNSET
+    ) -> wire.Rejected | wire.Error:
         if isinstance(error, RejectedError):
             self._recorder.rejected(key.tenant, error.reason)
         else:
             self._recorder.bad_message(error.code)
-        return reply_of(error, key.request_id)
+        return reply_of(error, key.request_id, about)
 
     def _refuse(self, stream: Stream, reply: wire.Rejected | wire.Error) -> None:
         """In place of accepted; the id is free again. What an earlier start accepted still gets its end."""

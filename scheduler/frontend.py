@@ -60,6 +60,7 @@ class Frontend:
         self._recorder = recorder
         self._epoch = epoch
         self._on_drain = on_drain
+        self._journal = journal
         self._on_reload = on_reload
         self._reloads: set[asyncio.Task[None]] = set()
         self._bad_frames = BadFrames(recorder)
@@ -126,6 +127,7 @@ class Frontend:
         try:
             self._dispatch(door, session, message)
         except ProtocolError as error:
+            error.about = kind_of(message)
             self._refusals.refuse(door, session, error)
         except UnauthenticatedError as error:
             self._refusals.refuse_stranger(door, session, error.code)
@@ -185,7 +187,7 @@ class Frontend:
         try:
             changes = await self._on_reload()
         except ConfigError as error:
-            door.send(session, wire.Error(id=reply_id, code=error.code, message=str(error)))
+            door.send(session, wire.Error(id=reply_id, code=error.code, message=str(error), about="reload"))
         else:
             door.send(session, wire.Reloaded(id=reply_id, changes=changes))
 
@@ -227,6 +229,7 @@ class Frontend:
             now=self._loop.time(),
             started_at=self._started_at,
             generated_tokens=self.desk.generated_tokens,
+            journal_bytes=self._journal.used_bytes,
         )
 
     def _ping(self, door: Door, session: Session, reply_id: str) -> None:

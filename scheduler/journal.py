@@ -31,6 +31,11 @@ class Journal(Protocol):
 
     keeps: bool
 
+    @property
+    def used_bytes(self) -> int:
+        """What the file held after the latest write."""
+        ...
+
     def accept(self, key: RequestKey, digest: bytes, message: Generate, then: Then) -> None: ...
 
     def start(self, key: RequestKey) -> None: ...
@@ -44,6 +49,7 @@ class NoJournal:
     """Nothing outlives the process."""
 
     keeps = False
+    used_bytes = 0
 
     def take_entries(self) -> list[Entry]:
         return []
@@ -94,6 +100,7 @@ class JournalWriter:
             ConfigError: something in the file cannot be read.
         """
         self._entries = file.load()
+        self.used_bytes = file.used_bytes
         self._busy_since: float | None = None
         self._file = file
         self._on_loop = on_loop
@@ -153,6 +160,7 @@ class JournalWriter:
             is_closing = len(changes) < len(batch)
             self._busy_since = begun = time.monotonic()
             num_written = self._write(changes)
+            self.used_bytes = self._file.used_bytes
             self._busy_since = None
             self._recorder.journal(num_written, len(changes) - num_written, time.monotonic() - begun)
         self._file.close()

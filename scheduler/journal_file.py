@@ -163,6 +163,15 @@ class JournalFile:
             except (msgspec.MsgspecError, TypeError, ValueError) as error:
                 raise self._problem(f"has an entry that cannot be read: {error}") from None
 
+    @property
+    def used_bytes(self) -> int:
+        """Of its `max_bytes`; room of entries that are gone is used again. 0 where the disk fails."""
+        try:
+            pages, free = (int(self._pragma(name)) for name in ("page_count", "freelist_count"))
+        except sqlite3.DatabaseError:
+            return 0
+        return (pages - free) * int(self._pragma("page_size"))
+
     def write(self, changes: Sequence[Change]) -> None:
         """All of them or none. Raises JournalError."""
         is_awaited = self._fsync and any(isinstance(change, Accept) for change in changes)

@@ -192,12 +192,16 @@ class Done(_FromServer, frozen=True, kw_only=True, tag="done"):
 
 
 class Error(_FromServer, frozen=True, kw_only=True, tag="error"):
-    """Terminal where `id` names an open request; otherwise the answer to one bad message."""
+    """Terminal without `about`. With it, the answer to one message: a request open under `id` goes on.
+
+    `about`: that message's type; "unknown" where it has none that is known.
+    """
 
     id: str | UnsetType = UNSET
     code: str
     message: str
     field: str | UnsetType = UNSET
+    about: str | UnsetType = UNSET
 
 
 class Cancelled(_FromServer, frozen=True, kw_only=True, tag="cancelled"):
@@ -245,15 +249,20 @@ class Reloaded(_FromServer, frozen=True, kw_only=True, tag="reloaded"):
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`generated_tokens`: sent since the start.
 
+    `tokens_left`: of its tokens a minute, those that a new request may use now; None: they are not limited.
     `service`: weighted tokens over weight, as `fair` counts. That of a tenant that comes back is raised to
     what the busy ones have had, so it tells of them, and is None but for operators.
+    `share`: its part of all weighted tokens since the start; None but for operators.
     """
 
+    weight: float = 1.0
     waiting: int
     running: int
     kv_reserved_bytes: int
     service: float | None = None
+    share: float | None = None
     generated_tokens: int = 0
+    tokens_left: int | None = None
 
 
 class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,6 +272,17 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     used_bytes: int
     max_bytes: int
+
+
+class JournalStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Accepted requests outlive the daemon: what the file holds, of at most `max_bytes`.
+
+    All tenants fill it, so both are None but for operators.
+    """
+
+    fsync: Literal["always", "never"]
+    used_bytes: int | None = None
+    max_bytes: int | None = None
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,7 +312,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     """The daemon as the asker may see it: nothing here depends on other tenants, but for an operator.
 
     `tenants`, `waiting`, `running`: the asker's own, or those of all for an operator. `engine`, `disk`, where
-    there is one, and `fairness` are for operators.
+    there is one, and `fairness` are for operators. `journal`: None where there is none.
     """
 
     id: str
@@ -307,6 +327,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     engine: EngineStatus | None = None
     disk: DiskStatus | None = None
     fairness: FairnessStats | None = None
+    journal: JournalStatus | None = None
     notes: dict[str, str]
     error: str
 

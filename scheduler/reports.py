@@ -1,12 +1,14 @@
 """What the daemon tells about itself in hello and status replies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mlxd.batching.runner import RunnerInfo
+from mlxd.caches.budget import parse_size
 from mlxd.metrics.stats import DiskStats, EngineSnapshot, TenantGauges
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.config import Config, DiskConfig, ServerConfig, TenantConfig
+from mlxd.scheduler.config import Config, DiskConfig, JournalConfig, ServerConfig, TenantConfig
 from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_STRING_BYTES
+from mlxd.scheduler.quota import TokenBucket
 
 
 def limits(config: ServerConfig, info: RunnerInfo | None) -> wire.Limits:
@@ -34,6 +36,7 @@ def status_reply(
     now: float,
     started_at: float,
     generated_tokens: Mapping[str, int],
+    journal_bytes: int,
 ) -> wire.StatusReply:
     """What depends on other tenants' work is shown to operators alone.
 
@@ -41,13 +44,10 @@ def status_reply(
         state: the daemon's.
         at: the engine at its latest step.
         generated_tokens: of each tenant since the start.
+        journal_bytes: what the journal's file holds.
     """
     sees_all = asker.operator
-    names = [t.name for t in config.tenants] if sees_all else [asker.name]
-    tenants = {
-        name: _tenant_status(at.tenants.get(name, TenantGauges()), generated_tokens.get(name, 0), sees_all)
-        for name in names
-    }
+    tenants = _tenants(config.tenants if sees_all else (asker,), at.tenants, generated_tokens, now, sees_all)
     return wire.StatusReply(
         id=reply_id,
         state=state,
@@ -61,6 +61,7 @@ def status_reply(
         engine=_engine_status(at, now) if sees_all else None,
         disk=_disk_status(config.cache.disk, at.disk) if sees_all else None,
         fairness=at.fairness if sees_all else None,
+        journal=_journal_status(config.journal, journal_bytes if sees_all else None),
         notes=(info.notes if info else {}) | (at.notes if sees_all else {}),
         error=at.error,
     )
@@ -96,11 +97,40 @@ def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> wire.DiskS
     )
 
 
-def _tenant_status(gauges: TenantGauges, generated_tokens: int, sees_service: bool) -> wire.TenantStatus:
-    return wire.TenantStatus(
-        waiting=gauges.waiting,
-        running=gauges.running,
-        kv_reserved_bytes=gauges.kv_reserved_bytes,
-        service=gauges.service if sees_service else None,
-        generated_tokens=generated_tokens,
-    )
+def _journal_status(journal: JournalConfig, used_bytes: int | None) -> wire.JournalStatus | None:
+    """`used_bytes`: None where the asker may not know."""
+    if journal.durability == "none":
+        return None
+    max_bytes = None if used_bytes is None else parse_size(journal.max_bytes)
+    return wire.JournalStatus(fsync=journal.fsync, used_bytes=used_bytes, max_bytes=max_bytes)
+
+
+def _tenants(
+    shown: Sequence[TenantConfig],
+    gauges: Mapping[str, TenantGauges],
+    generated_tokens: Mapping[str, int],
+    now: float,
+    sees_all: bool,
+) -> dict[str, wire.TenantStatus]:
+    all_work = sum(each.work for each in gauges.values())
+    found = {}
+    for tenant in shown:
+        own = gauges.get(tenant.name, TenantGauges())
+        found[tenant.name] = wire.TenantStatus(
+            weight=tenant.weight,
+            waiting=own.waiting,
+            running=own.running,
+            kv_reserved_bytes=own.kv_reserved_bytes,
+            service=own.service if sees_all else None,
+            share=(own.work / all_work if all_work else 0.0) if sees_all else None,
+            generated_tokens=generated_tokens.get(tenant.name, 0),
+            tokens_left=_tokens_left(tenant, own, now),
+        )
+    return found
+
+
+def _tokens_left(tenant: TenantConfig, gauges: TenantGauges, now: float) -> int | None:
+    """Until the engine tells, a tenant has all of them."""
+    if tenant.tokens_per_minute is None or gauges.quota is None:
+        return tenant.tokens_per_minute
+    return TokenBucket.of(gauges.quota).left_at(now)

@@ -16,7 +16,7 @@ from mlxd.caches.sizing import MemoryPlan
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
-from mlxd.scheduler.messages import DiskStatus, EngineStatus, StatusReply
+from mlxd.scheduler.messages import DiskStatus, EngineStatus, JournalStatus, StatusReply
 
 _PIPE_WIDTH = 1000
 
@@ -121,6 +121,15 @@ def _disk(disk: DiskStatus) -> str:
     return f"{disk.folder}: {disk.pages} pages, {show_bytes(disk.used_bytes)} of {show_bytes(disk.max_bytes)}"
 
 
+def _journal(journal: JournalStatus | None) -> str:
+    if journal is None:
+        return "off: requests end with the daemon"
+    kept = f"on, fsync {journal.fsync}"
+    if journal.used_bytes is None or journal.max_bytes is None:
+        return kept
+    return f"{kept}: {show_bytes(journal.used_bytes)} of {show_bytes(journal.max_bytes)}"
+
+
 def tokens_per_s(before: StatusReply, now: StatusReply) -> float | None:
     """Generated tokens a second between two looks at one daemon; None where it was started anew."""
     passed_s = now.uptime_s - before.uptime_s
@@ -155,20 +164,27 @@ def status_tables(
         ("KV capacity", show_bytes(status.kv_capacity_bytes)),
         *(() if status.engine is None else _engine(status.engine, details=details)),
         *((("disk", _disk(status.disk)),) if status.disk is not None else ()),
+        ("journal", _journal(status.journal)),
         *(() if status.fairness is None else _fairness(status.fairness)),
         *(status.notes.items() if details else ()),
     )
     tenants = table(
         "Tenants",
-        ("tenant", "running", "waiting", "tokens", "KV reserved", "service"),
+        (
+            *("tenant", "weight", "running", "waiting", "tokens", "left a minute", "KV reserved"),
+            *("service", "share"),
+        ),
         (
             (
                 name,
+                f"{tenant.weight:g}",
                 str(tenant.running),
                 str(tenant.waiting),
                 str(tenant.generated_tokens),
+                "any" if tenant.tokens_left is None else str(tenant.tokens_left),
                 show_bytes(tenant.kv_reserved_bytes),
                 "" if tenant.service is None else f"{tenant.service:.0f}",
+                "" if tenant.share is None else f"{tenant.share:.1%}",
             )
             for name, tenant in sorted(status.tenants.items())
         ),

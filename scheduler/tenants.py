@@ -29,6 +29,7 @@ class Tenant:
         num_prefilling, prefill_left: its rows that prefill, and the positions they still have to compute.
         service: weighted tokens it was served, divided by its weight; moved by the policy alone.
         received: the same without what `service` was lifted by.
+        work: weighted tokens that it was served, whatever its weight.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Tenant:
     is_held: bool = False
     service: float = 0.0
     received: float = 0.0
+    work: float = 0.0
 
     @classmethod
     def of(cls, config: TenantLimits, reservable_bytes: float) -> "Tenant":
@@ -94,7 +96,14 @@ class Tenant:
             self.bucket.release(request.quota - to_come)
 
     def gauges(self) -> TenantGauges:
-        return TenantGauges(len(self.queue), self.num_running, self.reserved_bytes, self.service)
+        return TenantGauges(
+            len(self.queue),
+            self.num_running,
+            self.reserved_bytes,
+            self.service,
+            self.work,
+            None if self.bucket is None else self.bucket.gauges(),
+        )
 
 
 class TenantBook:
@@ -202,12 +211,14 @@ class TenantBook:
             self.dequeue(request)
         if tenant.bucket is not None:
             tenant.bucket.release(request.num_inflight)
+            self.touched.add(tenant.name)
 
     def lose_token(self, request: Request) -> None:
         """A token in flight went wrong and will not count. A row's are released when it leaves."""
         bucket = self._tenants[request.tenant].bucket
         if bucket is not None and request.row is None:
             bucket.release(1)
+            self.touched.add(request.tenant)
 
     def use(self, tenant: Tenant, num_tokens: int, now: float) -> None:
         """Prompt or generated tokens were computed for a tenant, or found."""

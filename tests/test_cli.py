@@ -24,7 +24,7 @@ from mlxd.scheduler.errors import (
 from mlxd.scheduler.identity import identify
 from mlxd.scheduler.keys import KeyPair, write_keys
 from mlxd.scheduler.login import Login
-from mlxd.scheduler.tokens import MAX_FILE_BYTES, make_token, read_token, token_hash
+from mlxd.scheduler.tokens import make_token, read_token, token_hash
 
 VERBS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 Run = pytest.CaptureFixture[str]
@@ -154,7 +154,7 @@ def test_the_exit_code_of_serve_is_the_daemons(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    script = "from mlxd.scheduler.cli import main; main(['--help'])"
+    script = "import sys; from mlxd.scheduler.cli import run; sys.exit(run(['--help']))"
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -267,9 +267,7 @@ def identified(options: dict[str, str], environment: dict[str, str], secrets: di
     return identify(options.get("token"), **paths, environment=variables)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\n", b"two words", b"two\nlines", "é".encode(), b"x" * (MAX_FILE_BYTES + 1)]
-)
+@pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"two\nlines", "é".encode()])
 def test_a_file_without_one_token_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)

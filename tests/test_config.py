@@ -342,7 +342,7 @@ def test_files_that_cannot_be_read_get_one_line(tmp_path: Path) -> None:
         ".": "cannot be read: Is a directory",
         "a\0b": "cannot be read: embedded null byte",
         "latin1.yaml": "byte 5 is not UTF-8",
-        "huge.yaml": f"is over {MAX_BYTES} bytes, the limit",
+        "huge.yaml": f"cannot be read: it has more than {MAX_BYTES} bytes, the limit",
     }.items():
         with pytest.raises(ConfigError) as caught:
             Config.load(f"{tmp_path}/{name}")

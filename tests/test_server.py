@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_daemon import TENANTS, TERMINAL, Daemon, config, daemon, runner, token, tokenizer, wait_until
+from wire_daemon import TERMINAL, Daemon, config, daemon, runner, token, tokenizer, wait_until
 
 from mlxd.batching.fake_runner import fake_completion
 from mlxd.batching.sampling_params import SamplingParams
@@ -470,25 +470,6 @@ def test_loopback_tcp_serves_the_same(tmp_path: Path) -> None:
         assert client.ping() == "running"
 
 
-def test_status_shows_a_tenant_itself_and_an_operator_everyone(tmp_path: Path) -> None:
-    with daemon(tmp_path, runner=runner(0.005)) as served, served.submit("beta") as peer:
-        peer.send("generate", id="a", prompt="hi", sampling={"max_tokens": 2000})
-        wait_until(lambda: served.engine.snapshot.running == 1)
-        with served.client("acme") as client:
-            mine = client.status()
-        with served.client("admin") as client:
-            everyone = client.status()
-        peer.send("cancel", id="a")
-    assert (list(mine.tenants), mine.running) == (["acme"], 0)
-    assert (sorted(everyone.tenants), everyone.running) == (sorted(TENANTS), 1)
-    assert everyone.tenants["beta"].running == 1
-    assert everyone.model == "fake"
-    assert mine.engine is None
-    assert everyone.engine is not None
-    assert everyone.engine.kv_reserved_bytes > 0
-    assert everyone.engine.last_step_age_s is not None
-
-
 def test_the_log_says_what_is_served_and_how_it_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -498,14 +479,6 @@ def test_the_log_says_what_is_served_and_how_it_ended(
     ready = f"ready model=fake device=none tenants=3 submit={server.submit} control={server.control} metrics="
     assert re.fullmatch(re.escape(ready) + r"http://127\.0\.0\.1:[1-9]\d*/metrics", told[0])
     assert (told[1].split()[0], told[2:]) == ("draining", ["ended exit_code=0"])
-
-
-def test_a_tenants_tokens_and_the_uptime_are_in_the_status(tmp_path: Path) -> None:
-    with daemon(tmp_path) as served, served.client("acme") as client:
-        client.generate("hi", SamplingParams(max_tokens=5, ignore_eos=True))
-        status = client.status()
-    assert status.tenants["acme"].generated_tokens == 5
-    assert status.uptime_s > 0
 
 
 def test_metrics_and_health_are_served_beside(tmp_path: Path) -> None:

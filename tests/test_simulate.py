@@ -66,6 +66,14 @@ def load(old: str = "", new: str = "") -> str:
         (load("per_s: 5", "per_s: 5, max_tokens: 2"), "max_tokens is 2; output_tokens go to 5"),
         (load("per_s: 5", "per_s: 0"), "load[0].per_s is 0; it must be a number > 0"),
         (load("until_s: 4", "until_s: 80000").replace("per_s: 5", "per_s: 90"), "the limit is 1000000"),
+        (
+            load("per_s: 5", "per_s: 50").replace("[1, 9]", "[1000000, 1048576]"),
+            "load[0].per_s makes about 204858200 tokens; the limit is 100000000",
+        ),
+        (
+            load("per_s: 5", "per_s: 5, burst: 1000000").replace("[1, 9]", "[200, 200]"),
+            "load[0].per_s makes about 203000000 tokens; the limit is 100000000",
+        ),
         (TENANTS, "load is empty and there is no replay"),
         ("version: 1\ntenants: [{name: a}, {name: a}]\n", "tenants[1].name is 'a'; tenants[0] has that"),
         (f"{TENANTS}lode: []", "lode is not a setting; did you mean load?"),
@@ -96,6 +104,10 @@ def test_a_wrong_trace_is_told_in_one_line(
         (
             f"{HEADER}2023-11-16 18:15:46,1048577,2\n",
             "2: ContextTokens is 1048577, with length_scale 1048577;",
+        ),
+        (
+            HEADER + "2023-11-16 18:15:46,1000000,2\n" * 101,
+            "101: with this row there are 100000200 tokens; the limit is 100000000; a smaller",
         ),
         (
             f"{HEADER}2023-11-16 18:15:46,1,2\n2023-11-16 18:15:46+01:00,1,2\n",
