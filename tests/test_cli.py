@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from mlxd.scheduler import cli, client_verbs, daemon_verbs
+from mlxd.scheduler.access import Access
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
@@ -198,7 +199,7 @@ def test_two_tokens_differ() -> None:
 def test_a_token_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "acme.token"
     path.write_text("from-the-file\n")
-    seen: list[client_verbs.Access] = []
+    seen: list[Access] = []
     monkeypatch.setenv("MLXD_TOKEN", "from-the-environment")
     monkeypatch.setenv("MLXD_ENDPOINT", "ipc:///run/x.sock")
     monkeypatch.setattr(client_verbs, "drain", seen.append)
