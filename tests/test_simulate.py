@@ -8,7 +8,7 @@ import pytest
 from mlxd.batching.plan import DecodeEntry, StepPlan
 from mlxd.batching.row import Row
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler import cli
+from mlxd.scheduler import cli, simulation
 from mlxd.scheduler.cost_model import CostModel
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.simulation import Simulation
@@ -136,6 +136,19 @@ def test_a_recording_is_scaled_and_bursty_tenants_send_all_of_a_span_at_once(tmp
     assert times["b"] <= {0.0, 30.0, 60.0, 90.0}
     assert times["a"] - {0.0, 30.0, 60.0, 90.0}
     assert max(times["a"] | times["b"]) <= 98.0
+
+
+def test_however_long_a_simulation_is_its_samples_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = Trace.load_file(write(tmp_path, f"{TENANTS}load: [{LOAD.replace('until_s: 4', 'until_s: 60')}]"))
+    whole = Simulation(trace, trace.arrivals(tmp_path)).run()
+    monkeypatch.setattr(simulation, "MAX_SAMPLES", 20)
+    thinned = Simulation(trace, trace.arrivals(tmp_path)).run()
+    assert len(whole.samples) > 50
+    assert 5 <= len(thinned.samples) <= 12
+    assert thinned.samples[0] == whole.samples[0]
+    assert thinned.samples[-1] == whole.samples[-1]
 
 
 def test_simulate_prints_each_tenant_under_each_policy_and_draws(
