@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from mlxd.caches.files import open_file
-from mlxd.scheduler.config import Positive
 from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.sections import Positive
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MAX_LENGTH = 2**20

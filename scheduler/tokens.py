@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from mlxd.caches.files import read_file
-from mlxd.scheduler.config import Name
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.schema import describe
+from mlxd.scheduler.sections import Name
 
 MAX_FILE_BYTES = 4096
 

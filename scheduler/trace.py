@@ -11,13 +11,14 @@ import msgspec
 from msgspec import Meta
 
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler.config import Name, SchedulerConfig, Seconds, TenantLimits, limit_problems
+from mlxd.scheduler.config_rules import limit_problems
 from mlxd.scheduler.cost_model import CostModel
 from mlxd.scheduler.document import Keys, parse_document, read_text
 from mlxd.scheduler.events import RequestKey, Submission
 from mlxd.scheduler.messages import DeadlineMs
 from mlxd.scheduler.priority import Priority, PriorityName
 from mlxd.scheduler.replay import MAX_LENGTH, MAX_TOKENS, Replay
+from mlxd.scheduler.sections import Name, SchedulerConfig, Seconds, TenantLimits
 
 STOP_TOKEN = 1
 MAX_ARRIVALS = 1_000_000
