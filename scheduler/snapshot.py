@@ -27,6 +27,7 @@ class SnapshotMaker:
             steps=scheduler.num_steps,
             waiting=scheduler.num_waiting,
             running=len(scheduler.batch),
+            paused=len(scheduler.paused),
             prefilling=prefilling,
             prefill_tokens_left=prefill_tokens_left,
             tenants=self._gauges(),
@@ -68,6 +69,7 @@ def after_failure(last: EngineSnapshot, error: str, now: float) -> EngineSnapsho
         now=now,
         waiting=0,
         running=0,
+        paused=0,
         prefilling=0,
         prefill_tokens_left=0,
         tenants={

@@ -160,7 +160,7 @@ def status_tables(
             "tokens",
             f"{_generated(status)} generated" + ("" if pace is None else f", {pace:.1f} a second"),
         ),
-        ("rows", f"{status.running} running, {status.waiting} waiting"),
+        ("rows", f"{status.running} running, {status.waiting} waiting, {status.paused} paused"),
         ("KV capacity", show_bytes(status.kv_capacity_bytes)),
         *(() if status.engine is None else _engine(status.engine, details=details)),
         *((("disk", _disk(status.disk)),) if status.disk is not None else ()),
@@ -171,8 +171,8 @@ def status_tables(
     tenants = table(
         "Tenants",
         (
-            *("tenant", "weight", "running", "waiting", "tokens", "left a minute", "KV reserved"),
-            *("service", "share"),
+            *("tenant", "weight", "running", "waiting", "paused", "tokens", "left a minute"),
+            *("KV reserved", "service", "share"),
         ),
         (
             (
@@ -180,6 +180,7 @@ def status_tables(
                 f"{tenant.weight:g}",
                 str(tenant.running),
                 str(tenant.waiting),
+                str(tenant.paused),
                 str(tenant.generated_tokens),
                 "any" if tenant.tokens_left is None else str(tenant.tokens_left),
                 show_bytes(tenant.kv_reserved_bytes),
