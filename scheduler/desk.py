@@ -100,9 +100,7 @@ class Desk:
     def _refuse_begun(self, stream: Stream, error: MlxdError) -> None:
         self._refuse(stream, self._refusal(stream.key, error))
 
-    def _refusal(
-        self, key: RequestKey, error: MlxdError, about: str | msgspec.UnsetType = msgspec.UNSET
-    ) -> wire.Rejected | wire.Error:
+    def _refusal(self, key: RequestKey, error: MlxdError, about: str = "") -> wire.Rejected | wire.Error:
         if isinstance(error, RejectedError):
             self._recorder.rejected(key.tenant, error.reason)
         else:
