@@ -1,6 +1,6 @@
 """From errors to replies, and from replies to the exceptions that a client raises."""
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.errors import (
@@ -32,7 +32,7 @@ _PROTOCOL_CODES = frozenset(
 )
 
 
-def reply_of(error: MlxdError, request_id: str, about: str | UnsetType = UNSET) -> wire.Rejected | wire.Error:
+def reply_of(error: MlxdError, request_id: str, about: str = "") -> wire.Rejected | wire.Error:
     """What the daemon answers for a request that met `error`, or to a message of type `about` that did."""
     if isinstance(error, RejectedError):
         return wire.Rejected(
@@ -43,7 +43,7 @@ def reply_of(error: MlxdError, request_id: str, about: str | UnsetType = UNSET) 
             retry_after_ms=error.retry_after_ms,
         )
     field = error.field if isinstance(error, InvalidParamError) else UNSET
-    return wire.Error(id=request_id, code=error.code, message=str(error), field=field, about=about)
+    return wire.Error(id=request_id, code=error.code, message=str(error), field=field, about=about or UNSET)
 
 
 def rejection_reply(event: Rejected) -> wire.Rejected:

@@ -97,6 +97,20 @@ def test_what_was_never_begun_ends_with_the_error_about_its_own_message(
         assert peer.ask("ping", id="p")["type"] == "pong", "there was a second answer"
 
 
+def test_a_request_that_is_refused_once_its_prompt_was_looked_at_ends(
+    served: Daemon, request_id: str
+) -> None:
+    with served.submit() as peer:
+        end = peer.ask("generate", id=request_id, prompt="")
+    assert end == {
+        "type": "error",
+        "v": 1,
+        "id": request_id,
+        "code": "invalid_prompt",
+        "message": end["message"],
+    }
+
+
 def test_the_end_of_a_request_is_about_no_message(tmp_path: Path) -> None:
     with daemon(tmp_path, runner=runner(fail_at_step=3)) as served, served.submit() as peer:
         peer.send(**OPEN, id="r")
