@@ -9,6 +9,7 @@ from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import Config, DiskConfig, JournalConfig, ServerConfig, TenantConfig
 from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_STRING_BYTES
 from mlxd.scheduler.quota import TokenBucket
+from mlxd.scheduler.status import DiskStatus, EngineStatus, JournalStatus, TenantStatus
 
 
 def limits(config: ServerConfig, info: RunnerInfo | None) -> wire.Limits:
@@ -68,8 +69,8 @@ def status_reply(
     )
 
 
-def _engine_status(at: EngineSnapshot, now: float) -> wire.EngineStatus:
-    return wire.EngineStatus(
+def _engine_status(at: EngineSnapshot, now: float) -> EngineStatus:
+    return EngineStatus(
         steps=at.steps,
         last_step_age_s=now - at.last_step_at if at.last_step_at else None,
         kv_used_bytes=at.kv_used_bytes,
@@ -87,10 +88,10 @@ def _engine_status(at: EngineSnapshot, now: float) -> wire.EngineStatus:
     )
 
 
-def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> wire.DiskStatus | None:
+def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> DiskStatus | None:
     if disk is None or stats is None:
         return None
-    return wire.DiskStatus(
+    return DiskStatus(
         folder=str(disk.folder),
         pages=stats.num_stored,
         used_bytes=stats.used_bytes,
@@ -98,12 +99,12 @@ def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> wire.DiskS
     )
 
 
-def _journal_status(journal: JournalConfig, used_bytes: int | None) -> wire.JournalStatus | None:
+def _journal_status(journal: JournalConfig, used_bytes: int | None) -> JournalStatus | None:
     """`used_bytes`: None where the asker may not know."""
     if journal.durability == "none":
         return None
     max_bytes = None if used_bytes is None else parse_size(journal.max_bytes)
-    return wire.JournalStatus(fsync=journal.fsync, used_bytes=used_bytes, max_bytes=max_bytes)
+    return JournalStatus(fsync=journal.fsync, used_bytes=used_bytes, max_bytes=max_bytes)
 
 
 def _tenants(
@@ -112,12 +113,12 @@ def _tenants(
     generated_tokens: Mapping[str, int],
     now: float,
     sees_all: bool,
-) -> dict[str, wire.TenantStatus]:
+) -> dict[str, TenantStatus]:
     all_work = sum(each.work for each in gauges.values())
     found = {}
     for tenant in shown:
         own = gauges.get(tenant.name, TenantGauges())
-        found[tenant.name] = wire.TenantStatus(
+        found[tenant.name] = TenantStatus(
             weight=tenant.weight,
             waiting=own.waiting,
             running=own.running,

@@ -16,7 +16,8 @@ from mlxd.caches.sizing import MemoryPlan
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
-from mlxd.scheduler.messages import DiskStatus, EngineStatus, JournalStatus, StatusReply
+from mlxd.scheduler.messages import StatusReply
+from mlxd.scheduler.status import DiskStatus, EngineStatus, JournalStatus
 
 _PIPE_WIDTH = 1000
 

@@ -18,8 +18,9 @@ from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
-from mlxd.scheduler.messages import DiskStatus, StatusReply, TenantStatus
+from mlxd.scheduler.messages import StatusReply
 from mlxd.scheduler.progress import ProgressBars
+from mlxd.scheduler.status import DiskStatus, TenantStatus
 from mlxd.scheduler.tables import (
     plan_tables,
     show,

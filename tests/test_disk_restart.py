@@ -26,8 +26,8 @@ from mlxd.metrics.stats import DiskStats, EngineSnapshot
 from mlxd.scheduler.config import CacheConfig, Config, DiskConfig
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.events import Event, Finished, Tokens
-from mlxd.scheduler.messages import DiskStatus
 from mlxd.scheduler.reports import status_reply
+from mlxd.scheduler.status import DiskStatus
 
 WAIT_S = 20.0
 

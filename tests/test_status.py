@@ -9,9 +9,10 @@ from wire_daemon import TENANTS, config, daemon, daemon_of, runner, wait_until
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.metrics.stats import EngineSnapshot, QuotaGauges, TenantGauges
 from mlxd.scheduler.config import Config, JournalConfig, TenantConfig
-from mlxd.scheduler.messages import JournalStatus, StatusReply
+from mlxd.scheduler.messages import StatusReply
 from mlxd.scheduler.quota import TokenBucket
 from mlxd.scheduler.reports import status_reply
+from mlxd.scheduler.status import JournalStatus
 
 HASH = "0" * 64
 NO_JOURNAL = JournalConfig()
