@@ -164,6 +164,7 @@ def test_the_status_tells_operators_alone_of_the_disk(operator: bool, tmp_path: 
         now=1.0,
         started_at=0.0,
         generated_tokens={},
+        journal_bytes=0,
     )
     told = DiskStatus(folder=str(tmp_path / "disk"), pages=3, used_bytes=1536, max_bytes=64 * 2**20)
     assert status.disk == (told if operator else None)

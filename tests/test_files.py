@@ -14,6 +14,7 @@ from mlxd.batching.chat_template import ChatTemplate
 from mlxd.batching.errors import ModelError
 from mlxd.batching.model_files import inspect
 from mlxd.batching.text import Tokenizer
+from mlxd.caches import files
 from mlxd.caches.disk_store import DiskStore
 from mlxd.caches.files import read_file
 from mlxd.scheduler import cli
@@ -51,9 +52,10 @@ def test_a_file_is_read_whole_up_to_its_limit(tmp_path: Path) -> None:
         read_file(path, 4)
 
 
-def test_what_claims_to_be_empty_is_bounded_too() -> None:
-    with pytest.raises(OSError, match="it has more than 3 bytes, the limit"):
-        read_file("/proc/self/status", 3)
+def test_a_file_that_grows_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "open_file", lambda path, max_bytes: io.BytesIO(b"12345"))
+    with pytest.raises(OSError, match="it has more than 4 bytes, the limit"):
+        read_file("f", 4)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mlxd.scheduler import messages as wire
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.connection import Connection
 from mlxd.scheduler.errors import InvalidParamError, MlxdError, ProtocolError, RequestFailedError
+from mlxd.scheduler.events import Usage
 from mlxd.scheduler.login import Login
 from mlxd.scheduler.protocol import encode
 from mlxd.scheduler.transport import Transport, ZmqTransport
@@ -254,6 +255,19 @@ def test_what_no_frame_can_hold_is_one_error_and_the_connection_stays(
         with pytest.raises(InvalidParamError, match="the message cannot be sent: "):
             client.generate(**asked)
         assert client.ping() == "running"
+
+
+def test_an_error_about_a_cancel_is_told_to_who_cancels_and_not_to_the_request() -> None:
+    async def main() -> None:
+        done = wire.Done(id="r", finish_reason="stop", usage=Usage(1, 1))
+        connection = Connection(Scripted(error("busy", about="cancel"), done), 5.0)
+        with connection.mailbox("r", "") as request, connection.mailbox("cancel r", "cancel") as cancel:
+            with pytest.raises(ProtocolError):
+                await cancel.next()
+            assert await request.next() == done
+        await connection.close()
+
+    asyncio.run(main())
 
 
 def test_an_address_is_one_waiters() -> None:
