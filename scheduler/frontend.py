@@ -84,6 +84,7 @@ class Frontend:
     def update(self, config: Config) -> None:
         """Take other tenants; clients whose credential is withdrawn are told so and closed."""
         self._config = config
+        self.desk.update({tenant.name for tenant in config.tenants})
         self._reception.update(config.tenants, tuple(self._doors))
 
     def post(self, events: Sequence[Event]) -> None:
@@ -229,7 +230,7 @@ class Frontend:
             now=self._loop.time(),
             started_at=self._started_at,
             generated_tokens=self.desk.generated_tokens,
-            journal_bytes=self._journal.used_bytes,
+            journal=self._journal.usage,
         )
 
     def _ping(self, door: Door, session: Session, reply_id: str) -> None:

@@ -8,6 +8,7 @@ from mlxd.metrics.stats import DiskStats, EngineSnapshot, TenantGauges
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import Config, DiskConfig, JournalConfig, ServerConfig, TenantConfig
 from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_STRING_BYTES
+from mlxd.scheduler.journal_room import JournalUsage
 from mlxd.scheduler.quota import TokenBucket
 from mlxd.scheduler.status import DiskStatus, EngineStatus, JournalStatus, TenantStatus
 
@@ -37,7 +38,7 @@ def status_reply(
     now: float,
     started_at: float,
     generated_tokens: Mapping[str, int],
-    journal_bytes: int,
+    journal: JournalUsage,
 ) -> wire.StatusReply:
     """What depends on other tenants' work is shown to operators alone.
 
@@ -45,10 +46,11 @@ def status_reply(
         state: the daemon's.
         at: the engine at its latest step.
         generated_tokens: of each tenant since the start.
-        journal_bytes: what the journal's file holds.
+        journal: what its file holds.
     """
     sees_all = asker.operator
-    tenants = _tenants(config.tenants if sees_all else (asker,), at.tenants, generated_tokens, now, sees_all)
+    shown = config.tenants if sees_all else (asker,)
+    tenants = _tenants(shown, at.tenants, generated_tokens, journal.held, now, sees_all)
     return wire.StatusReply(
         id=reply_id,
         state=state,
@@ -63,7 +65,7 @@ def status_reply(
         engine=_engine_status(at, now) if sees_all else None,
         disk=_disk_status(config.cache.disk, at.disk) if sees_all else None,
         fairness=at.fairness if sees_all else None,
-        journal=_journal_status(config.journal, journal_bytes if sees_all else None),
+        journal=_journal_status(config.journal, journal if sees_all else None),
         notes=(info.notes if info else {}) | (at.notes if sees_all else {}),
         error=at.error,
     )
@@ -99,18 +101,25 @@ def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> DiskStatus
     )
 
 
-def _journal_status(journal: JournalConfig, used_bytes: int | None) -> JournalStatus | None:
-    """`used_bytes`: None where the asker may not know."""
-    if journal.durability == "none":
+def _journal_status(config: JournalConfig, usage: JournalUsage | None) -> JournalStatus | None:
+    """`usage`: None where the asker may not know."""
+    if config.durability == "none":
         return None
-    max_bytes = None if used_bytes is None else parse_size(journal.max_bytes)
-    return JournalStatus(fsync=journal.fsync, used_bytes=used_bytes, max_bytes=max_bytes)
+    if usage is None:
+        return JournalStatus(fsync=config.fsync)
+    return JournalStatus(
+        fsync=config.fsync,
+        used_bytes=sum(usage.held.values()),
+        max_bytes=parse_size(config.max_bytes),
+        part_bytes=usage.part,
+    )
 
 
 def _tenants(
     shown: Sequence[TenantConfig],
     gauges: Mapping[str, TenantGauges],
     generated_tokens: Mapping[str, int],
+    journal_bytes: Mapping[str, int],
     now: float,
     sees_all: bool,
 ) -> dict[str, TenantStatus]:
@@ -128,6 +137,7 @@ def _tenants(
             share=(own.work / all_work if all_work else 0.0) if sees_all else None,
             generated_tokens=generated_tokens.get(tenant.name, 0),
             tokens_left=_tokens_left(tenant, own, now),
+            journal_bytes=journal_bytes.get(tenant.name, 0),
         )
     return found
 

@@ -12,6 +12,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     `service`: weighted tokens over weight, as `fair` counts. That of a tenant that comes back is raised to
     what the busy ones have had, so it tells of them, and is None but for operators.
     `share`: its part of all weighted tokens since the start; None but for operators.
+    `journal_bytes`: what its requests hold of the journal.
     """
 
     weight: float = 1.0
@@ -23,6 +24,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     share: float | None = None
     generated_tokens: int = 0
     tokens_left: int | None = None
+    journal_bytes: int = 0
 
 
 class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,14 +37,16 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JournalStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Accepted requests outlive the daemon: what the file holds, of at most `max_bytes`.
+    """Accepted requests outlive the daemon.
 
-    All tenants fill it, so both are None but for operators.
+    `used_bytes`: what they hold of at most `max_bytes`. `part_bytes`: what each tenant finds room for,
+    whatever the others hold. All tenants fill it, so these are None but for operators.
     """
 
     fsync: Literal["always", "never"]
     used_bytes: int | None = None
     max_bytes: int | None = None
+    part_bytes: int | None = None
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

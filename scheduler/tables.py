@@ -128,7 +128,8 @@ def _journal(journal: JournalStatus | None) -> str:
     kept = f"on, fsync {journal.fsync}"
     if journal.used_bytes is None or journal.max_bytes is None:
         return kept
-    return f"{kept}: {show_bytes(journal.used_bytes)} of {show_bytes(journal.max_bytes)}"
+    part = "" if journal.part_bytes is None else f", {show_bytes(journal.part_bytes)} of it each tenant's own"
+    return f"{kept}: {show_bytes(journal.used_bytes)} of {show_bytes(journal.max_bytes)}{part}"
 
 
 def tokens_per_s(before: StatusReply, now: StatusReply) -> float | None:
@@ -153,6 +154,7 @@ def status_tables(
         details: show what was traced and what was chosen at start, which does not change.
     """
     pace = tokens_per_s(before, status) if before is not None else None
+    has_journal = status.journal is not None
     shown = facts(
         ("model", status.model),
         ("state", f"{status.state}: {status.error}" if status.error else status.state),
@@ -173,7 +175,7 @@ def status_tables(
         "Tenants",
         (
             *("tenant", "weight", "running", "waiting", "paused", "tokens", "left a minute"),
-            *("KV reserved", "service", "share"),
+            *("KV reserved", *(("journal",) if has_journal else ()), "service", "share"),
         ),
         (
             (
@@ -185,6 +187,7 @@ def status_tables(
                 str(tenant.generated_tokens),
                 "any" if tenant.tokens_left is None else str(tenant.tokens_left),
                 show_bytes(tenant.kv_reserved_bytes),
+                *((show_bytes(tenant.journal_bytes),) if has_journal else ()),
                 "" if tenant.service is None else f"{tenant.service:.0f}",
                 "" if tenant.share is None else f"{tenant.share:.1%}",
             )

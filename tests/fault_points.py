@@ -1,7 +1,7 @@
 """A daemon without a model in which one named point breaks: `python fault_points.py POINT ACTION CONFIG ARM`.
 
 The point works as always until the file ARM exists. ACTION: raise, hang or kill. With none of either, or with
-"quick" steps that take no time, nothing breaks.
+"quick" steps that take no time, nothing breaks. "poison": each step of the request with POISON_SEED kills.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Any
 from wire_daemon import runner, tokenizer
 
 from mlxd.batching.fake_runner import FakePendingStep, FakeRunner
+from mlxd.batching.plan import DecodeEntry
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.engine import Engine
@@ -28,6 +29,7 @@ from mlxd.scheduler.server import Server
 from mlxd.scheduler.snapshot import SnapshotMaker
 
 STEP_S = 0.01
+POISON_SEED = 666
 ENGINE_POINTS = {
     "take a command": (Inbox, "take", "before"),
     "queue a request": (Scheduler, "submit", "before"),
@@ -70,12 +72,19 @@ def break_at(point: str, action: str, arm: Path) -> None:
     setattr(owner, name, broken)
 
 
+def poison(entry: DecodeEntry) -> None:
+    if entry.row.seed == POISON_SEED:
+        act("kill")
+
+
 def main(point: str, action: str, path: str, arm: str) -> int:
     configure_logging("info")
     config = Config.load(path)
     recorder = PrometheusRecorder([tenant.name for tenant in config.tenants], version="test")
     step_s = 0.0 if action == "quick" else STEP_S
-    engine = Engine(config, runner_factory=lambda config, progress: runner(step_s), recorder=recorder)
+    fault = poison if action == "poison" else None
+    made = runner(step_s, decode_fault=fault)
+    engine = Engine(config, runner_factory=lambda config, progress: made, recorder=recorder)
     if point in POINTS:
         break_at(point, action, Path(arm))
     server = Server(config, engine=engine, recorder=recorder, tokenizer=tokenizer())

@@ -152,7 +152,8 @@ def test_systemd_and_launchd_start_the_same_command_and_wait_for_the_drain() -> 
 
 
 def test_a_drain_is_over_before_a_supervisor_kills() -> None:
-    after_drain_s = server.STOP_TIMEOUT_S + journal.CLOSE_TIMEOUT_S + door.LINGER_MS / 1000
+    writing_s = server.WRITE_TIMEOUT_S + journal.CLOSE_TIMEOUT_S
+    after_drain_s = server.STOP_TIMEOUT_S + writing_s + door.LINGER_MS / 1000
     assert ServerConfig().drain_timeout_s + after_drain_s < KILL_AFTER_S
 
 

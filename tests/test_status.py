@@ -9,6 +9,7 @@ from wire_daemon import TENANTS, config, daemon, daemon_of, runner, wait_until
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.metrics.stats import EngineSnapshot, QuotaGauges, TenantGauges
 from mlxd.scheduler.config import Config, JournalConfig, TenantConfig
+from mlxd.scheduler.journal_room import JournalUsage
 from mlxd.scheduler.messages import StatusReply
 from mlxd.scheduler.quota import TokenBucket
 from mlxd.scheduler.reports import status_reply
@@ -64,7 +65,7 @@ def seen_by(asker: str, at: EngineSnapshot, journal: JournalConfig = NO_JOURNAL)
         now=100.0,
         started_at=0.0,
         generated_tokens={},
-        journal_bytes=4096,
+        journal=JournalUsage({"a": 4096, "b": 1000}, 2**18),
     )
 
 
@@ -112,19 +113,24 @@ def test_a_bucket_of_its_gauges_is_the_bucket() -> None:
         (
             "operator",
             JournalConfig(durability="accepted", path="/j", fsync="never", max_bytes="1MiB"),
-            JournalStatus(fsync="never", used_bytes=4096, max_bytes=2**20),
+            JournalStatus(fsync="never", used_bytes=5096, max_bytes=2**20, part_bytes=2**18),
         ),
     ],
 )
 def test_the_journal_is_told_and_how_full_it_is_for_operators(
     asker: str, journal: JournalConfig, told: JournalStatus | None
 ) -> None:
-    assert seen_by(asker, EngineSnapshot(), journal).journal == told
+    status = seen_by(asker, EngineSnapshot(), journal)
+    assert status.journal == told
+    assert status.tenants["a"].journal_bytes == 4096
+    assert {"b"} & set(status.tenants) == ({"b"} if asker == "operator" else set())
 
 
 def test_a_running_daemon_tells_quota_work_and_journal(tmp_path: Path) -> None:
     made = config(tmp_path, {"tokens_per_minute": 600, "weight": 2.0})
-    journal = JournalConfig(durability="accepted", path=str(tmp_path / "journal"), max_bytes="1MiB")
+    folder = tmp_path / "own"
+    folder.mkdir(mode=0o700)
+    journal = JournalConfig(durability="accepted", path=str(folder / "journal"), max_bytes="1MiB")
     with daemon_of(msgspec.structs.replace(made, journal=journal), runner()) as served:
         with served.client("acme") as client:
             client.generate("hi", SamplingParams(max_tokens=100, ignore_eos=True))
@@ -140,4 +146,5 @@ def test_a_running_daemon_tells_quota_work_and_journal(tmp_path: Path) -> None:
     assert mine.journal == JournalStatus(fsync="always")
     assert everyone.journal is not None
     assert everyone.journal.max_bytes == 2**20
-    assert 0 < everyone.journal.used_bytes <= 2**20  # type: ignore[operator]
+    assert everyone.journal.used_bytes == mine.tenants["acme"].journal_bytes > 0
+    assert everyone.tenants["beta"].journal_bytes == 0
