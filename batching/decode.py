@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.activation import fast_activations
 from mlxd.batching.attention import DecodeVariant
+from mlxd.batching.rotation import note_rotations
 from mlxd.batching.sampler import SamplingShape, sample
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import DecodeSlot, RowCache
@@ -88,6 +90,7 @@ class DecodeStep:
         self._paths = tuple(paths)
         self._caches = caches
         self._groups = groups
+        self._rotations = note_rotations(model)
         self._graphs: dict[Bucket, _Graph] = {}
         self._tables: dict[str, tuple[mx.array, mx.array]] = {}
         self.enabled = True
@@ -190,7 +193,8 @@ class DecodeStep:
         self, slots: Sequence[DecodeSlot], attention: DecodeVariant, shape: SamplingShape, num_sampling: int
     ) -> StepFunction:
         """The step as a function of arrays: it captures the model, slots and specs, no cache, no state."""
-        model, paths = self._model, self._paths
+        model, paths, rotations = self._model, self._paths, self._rotations
+        attention = attention.knowing(rotations)
         specs: tuple[GroupSpec, ...] = tuple(group.spec for group in self._groups)
 
         def body(*arrays: mx.array) -> list[mx.array]:
@@ -208,7 +212,8 @@ class DecodeStep:
             for slot in slots:
                 stand_ins.append(slot.trace(arrays[at : at + slot.num_inputs], step))
                 at += slot.num_inputs
-            logits = model(tokens[:, None], cache=assemble(paths, stand_ins))[:, -1]
+            with rotations.during(positions), fast_activations():
+                logits = model(tokens[:, None], cache=assemble(paths, stand_ins))[:, -1]
             drawn = sample(shape, logits, tokens, sampling)
             return [*drawn, *(array for stand_in in stand_ins for array in stand_in.outputs)]
 

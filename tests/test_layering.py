@@ -14,6 +14,7 @@ LAYERS = ("metrics", "caches", "batching", "scheduler")
 MLX = {"mlx", "mlx_lm"}
 MLX_OWNERS = {
     "batching": {
+        "activation",
         "attention",
         "attention_kernel",
         "attention_quantized",
@@ -21,6 +22,7 @@ MLX_OWNERS = {
         "decode",
         "fast_exp",
         "gguf",
+        "joined",
         "kernel_check",
         "load",
         "memory",
@@ -29,6 +31,7 @@ MLX_OWNERS = {
         "page_softmax",
         "prefill",
         "preview",
+        "rotation",
         "sampler",
         "sampler_state",
         "selftest",
