@@ -1,7 +1,8 @@
 """A daemon without a model in which one named point breaks: `python fault_points.py POINT ACTION CONFIG ARM`.
 
-The point works as always until the file ARM exists. ACTION: raise, hang or kill. With none of either, or with
-"quick" steps that take no time, nothing breaks. "poison": each step of the request with POISON_SEED kills.
+The point works as always until the file ARM exists. ACTION: raise, hang, kill, or starve: finds no memory
+once and removes the file. With none of these, or with "quick" steps that take no time, nothing breaks.
+"poison": each step of the request with POISON_SEED kills.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import Any
 
 from wire_daemon import runner, tokenizer
 
+from mlxd.batching.errors import OutOfMemoryError
 from mlxd.batching.fake_runner import FakePendingStep, FakeRunner
 from mlxd.batching.plan import DecodeEntry
 from mlxd.metrics.prometheus import PrometheusRecorder
@@ -49,7 +51,10 @@ JOURNAL_POINTS = {
 POINTS: dict[str, tuple[type, str, str]] = ENGINE_POINTS | JOURNAL_POINTS
 
 
-def act(action: str) -> None:
+def act(action: str, arm: Path) -> None:
+    if action == "starve":
+        arm.unlink()
+        raise OutOfMemoryError("[malloc] Unable to allocate 4096 bytes.")
     if action == "raise":
         raise RuntimeError("a fault as asked")
     if action == "hang":
@@ -63,10 +68,10 @@ def break_at(point: str, action: str, arm: Path) -> None:
 
     def broken(*args: Any, **options: Any) -> Any:
         if when == "before" and arm.exists():
-            act(action)
+            act(action, arm)
         result = call(*args, **options)
         if when == "after" and arm.exists():
-            act(action)
+            act(action, arm)
         return result
 
     setattr(owner, name, broken)
