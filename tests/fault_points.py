@@ -79,7 +79,7 @@ def break_at(point: str, action: str, arm: Path) -> None:
 
 def poison(entry: DecodeEntry) -> None:
     if entry.row.seed == POISON_SEED:
-        act("kill")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(point: str, action: str, path: str, arm: str) -> int:
