@@ -13,7 +13,7 @@ from mlxd.batching.runner import RunnerInfo
 from mlxd.scheduler.config import CacheConfig, Config, TenantConfig
 from mlxd.scheduler.events import Event, Finished, Rejected, RequestKey, Tokens
 from mlxd.scheduler.scheduler import Scheduler
-from mlxd.scheduler.tenants import Tenant
+from mlxd.scheduler.tenant import Tenant
 from mlxd.scheduler.trace import Act, Arrival, Machine, Trace
 
 _NO_TOKEN = "0" * 64

@@ -26,6 +26,7 @@ from mlxd.scheduler.frontend import Frontend
 from mlxd.scheduler.inbox import Inbox
 from mlxd.scheduler.journal_file import JournalFile
 from mlxd.scheduler.logs import configure_logging
+from mlxd.scheduler.open_requests import OpenRequests
 from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.server import Server
 from mlxd.scheduler.snapshot import SnapshotMaker
@@ -39,7 +40,7 @@ ENGINE_POINTS = {
     "launch a step": (FakeRunner, "launch", "before"),
     "wait for a step": (FakePendingStep, "wait", "before"),
     "take a step's tokens": (Scheduler, "postprocess", "before"),
-    "end a request": (Scheduler, "_finish", "before"),
+    "end a request": (OpenRequests, "finish", "before"),
     "tell a snapshot": (SnapshotMaker, "make", "before"),
     "tell events": (Frontend, "post", "before"),
 }
