@@ -71,7 +71,9 @@ class FcfsPolicy(_Metered):
 
 
 class FairPolicy(_Metered):
-    """Virtual token counters: the tenant that was served least for its weight is next, ties by name.
+    """Virtual token counters: the tenant that was served least for its weight is next.
+
+    Of equals, as whoever returns is with the lowest, it is the one that has fewer rows for its weight.
 
     A tenant is charged as its work is done, and nothing is given back. Prompt tokens of its rows that are
     still to be computed count for its rank, so that one step does not admit many requests on one low counter.
@@ -82,7 +84,7 @@ class FairPolicy(_Metered):
     """
 
     def rank(self, tenant: Tenant) -> tuple[float, ...]:
-        return (self.counter(tenant),)
+        return (self.counter(tenant), tenant.num_running / tenant.weight)
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
         floor = min(map(self.counter, others), default=self._last_charged)

@@ -29,6 +29,14 @@ def test_fair_ranks_the_least_served_first() -> None:
     assert [t.name for t in sorted(tenants, key=policy.rank)] == ["b", "c", "a"]
 
 
+def test_of_tenants_that_were_served_as_much_the_one_with_fewer_rows_for_its_weight_is_next() -> None:
+    policy = FairPolicy(1.0, 2.0, 0.1)
+    tenants = [tenant(name, weight=weight, service=5) for name, weight in (("a", 1), ("b", 4), ("c", 1))]
+    for each, num_running in zip(tenants, (1, 2, 0), strict=True):
+        each.num_running = num_running
+    assert [t.name for t in sorted(tenants, key=policy.rank)] == ["c", "b", "a"]
+
+
 def test_fair_counts_prompt_tokens_that_rows_still_have_to_compute() -> None:
     policy = FairPolicy(1.0, 2.0, 0.1)
     admitted, other = tenant("a", service=0, weight=2), tenant("b", service=40)
