@@ -291,7 +291,6 @@ def test_rows_of_a_joined_model_are_those_of_mlx_lm_eager_and_compiled(name: str
     assert are_same(compiled, eager, bench.limits)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(MODELS) - set(EXPECTED) - NEED_METAL - set(REFUSED)))
 def test_every_model_of_mlx_lm_computes_the_same_when_it_is_joined(name: str) -> None:
     joined(name)
