@@ -258,9 +258,9 @@ def _tune(
     progress: Progress,
 ) -> None:
     """Choose attention and compilation by time, and trace what can be traced in the time that is left."""
-    if len(right) == 1:
+    if len(right) == 1 or box.is_over:
         runner.set_attention(right[0])
-        runner.describe(attention=right[0])
+        runner.describe(attention=right[0] + ("; there was no time to try" if len(right) > 1 else ""))
     else:
         by_rows = tuning.choose_attention(runner, memory, right, box.part(1 / 3), progress)
         runner.describe(attention=_table(by_rows))

@@ -47,6 +47,11 @@ class TimeBox:
         return TimeBox(share * self.left_s)
 
 
+def compiles_kernels() -> bool:
+    """Whether the first run of any shape may be far slower than the next: CUDA compiles what it meets."""
+    return mx.cuda.is_available()
+
+
 def choose_chunk(
     chunk_s: Callable[[int], float],
     prefill_ms: float,
@@ -65,6 +70,8 @@ def choose_chunk(
     chunk_s(chunk)
     while chunk < min(_LARGEST_CHUNK, max_model_len) and not box.is_over:
         progress("tune", 0.0)
+        if compiles_kernels():
+            chunk_s(chunk)
         seconds = chunk_s(chunk)
         if 2.2 * seconds * 1000 > prefill_ms:
             break
@@ -183,8 +190,11 @@ def choose_attention(
         for name in right:
             progress("tune", len(times) / len(buckets) / 2)
             runner.set_attention(name)
+            run = partial(runner.trace, rows, widths, GREEDY)
+            if compiles_kernels():
+                run()
             beat_s = min(times[rows].values(), default=math.inf)
-            times[rows][name] = best_s(partial(runner.trace, rows, widths, GREEDY), box, beat_s)
+            times[rows][name] = best_s(run, box, beat_s)
     best = {
         rows: min(right, key=times[min(times, key=lambda measured: abs(measured - rows))].__getitem__)
         for rows in buckets

@@ -1,76 +1,158 @@
-"""Requests that arrive at random times, and what serving them was like."""
+"""What it costs that rows come and go: Poisson arrivals against waves of equal rows, and joins and leaves.
 
-import itertools
-import random
+    python benchmarks/arrivals.py --model smollm2 --rows 8 --prompt 64 --output 32 --loads 0.7,1.3
+    python benchmarks/arrivals.py --model 1b --rows 32 --prompt 512 --output 128 --waves 4
+
+Waves: so many times `--rows` requests of one length, all there at the start, so that rows join and leave
+together. Poisson: as many requests, half to one and a half times as long, at a load that is a part of what
+our first waves carried; both engines get the same ones at the same times, by turns. `full_tokens_per_s` is of
+the time while the batch was full; `share_of_waves`, that over the waves', tells what joins and leaves cost.
+Then a short row joins and leaves full batches of `--lengths` (benchmarks/join_leave.py). Prints JSON lines.
+"""
+
+import argparse
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from sides import Side
+from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
+from join_leave import MlxLm as JoinLeaveMlxLm
+from join_leave import Ours, blas, measure
+from machine import describe
+from models import BenchModel, load, make_runner
+from sides import MlxLm, Scheduled, Side
+from traffic import Arrival, Served, poisson, serve, wave
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request. `at_s`: seconds after the start."""
-
-    at_s: float
-    prompt: tuple[int, ...]
-    num_tokens: int
+_WARM_TOKENS = 4
+_ROUNDS = 20
+_STEPS = _ROUNDS * 8 + 2
 
 
-def poisson(
-    number: int, rate_per_s: float, prompt_tokens: int, output_tokens: int, vocab_size: int, seed: int
-) -> list[Arrival]:
-    """Poisson arrivals whose prompts and outputs are half to one and a half times the given lengths."""
-    rng = random.Random(seed)
-    arrivals, now = [], 0.0
-    for _ in range(number):
-        now += rng.expovariate(rate_per_s)
-        length = rng.randint(max(2, prompt_tokens // 2), prompt_tokens * 3 // 2)
-        prompt = tuple(rng.randrange(vocab_size) for _ in range(length))
-        arrivals.append(Arrival(now, prompt, rng.randint(max(1, output_tokens // 2), output_tokens * 3 // 2)))
-    return arrivals
+def main() -> None:
+    options = _options()
+    lines = read_lines(options.plot_from) if options.plot_from else _measure(options)
+    if options.plot:
+        from plots import draw_arrivals
+
+        draw_arrivals(lines, options.plot)
 
 
-def serve(side: Side, arrivals: Sequence[Arrival]) -> dict[str, float]:
-    """Run them all to their end, in real time.
+def _measure(options: argparse.Namespace) -> list[Line]:
+    lines: list[Line] = []
 
-    Returns:
-        Tokens a second from the first arrival to the last token; median and 95th percentile of the time to
-        the first token, seconds; median and 99th percentile of the gap between two tokens, milliseconds.
-    """
-    tokens_at: dict[int, list[float]] = {request: [] for request in range(len(arrivals))}
-    left = sum(arrival.num_tokens for arrival in arrivals)
-    submitted = 0
-    begun = time.perf_counter()
-    while left:
-        now = time.perf_counter() - begun
-        while submitted < len(arrivals) and arrivals[submitted].at_s <= now:
-            side.add(submitted, arrivals[submitted].prompt, arrivals[submitted].num_tokens)
-            submitted += 1
-        got = side.step()
-        now = time.perf_counter() - begun
-        for request in got:
-            tokens_at[request].append(now)
-        left -= len(got)
-        idle = submitted == sum(
-            len(t) == a.num_tokens for t, a in zip(tokens_at.values(), arrivals, strict=True)
+    def keep(line: Line) -> None:
+        lines.append(line)
+        record(line, options.out)
+
+    keep(describe(blas))
+    for name in options.model:
+        bench = load(name)
+        for rows in options.rows:
+            case = {"model": name, "rows": rows, "prompt": options.prompt, "output": options.output}
+            _compare(bench, rows, options, of_case(keep, case))
+        for length in options.lengths:
+            case = {"model": name, "rows": max(options.rows), "length": length}
+            _join_and_leave(bench, max(options.rows), length, options, of_case(keep, case))
+    return lines
+
+
+def _compare(bench: BenchModel, rows: int, options: argparse.Namespace, record: Record) -> None:
+    """Waves, then each load, to one engine and to the other by turns; then medians over rounds."""
+    runner = make_runner(
+        bench,
+        max_rows=rows,
+        max_model_len=2 * (options.prompt + options.output),
+        page_size=options.page_size,
+        chunk=options.chunk,
+        attention=options.attention,
+    )
+    record({"kind": "choices", **runner.info.notes})
+    sides: list[Side] = [Scheduled(runner, rows, options.prefill_ms), MlxLm(bench, rows)]
+    sizes = options.waves * rows, options.prompt, options.output, bench.vocab_size
+    for side in sides:
+        # Once unmeasured: graphs are compiled and buffers are made.
+        serve(side, [Arrival(0.0, each.prompt, _WARM_TOKENS) for each in wave(*sizes, seed=0)], rows)
+    our_waves: Served | None = None
+    found: dict[tuple[str, float], list[Line]] = {}
+    for number in range(options.rounds):
+        turns = sides if number % 2 == 0 else sides[::-1]
+        equal = wave(*sizes, seed=1 + number)
+        waves = {side.name: serve(side, equal, rows) for side in turns}
+        our_waves = our_waves or waves["mlxd"]
+        for side in turns:
+            line = waves[side.name].figures(equal)
+            found.setdefault((side.name, 0.0), []).append(line)
+            record({"kind": "waves", "round": number, "side": side.name, **line})
+        for load_share in options.loads:
+            rate_per_s = load_share * our_waves.tokens_per_s / options.output
+            requests = poisson(*sizes[:1], rate_per_s, *sizes[1:], seed=100 + number)
+            for side in turns:
+                line = serve(side, requests, rows).figures(requests)
+                line["share_of_waves"] = round(line["full_tokens_per_s"] / waves[side.name].tokens_per_s, 3)
+                found.setdefault((side.name, load_share), []).append(line)
+                record({"kind": "poisson", "load": load_share, "round": number, "side": side.name, **line})
+    _sum_up(found, record)
+
+
+def _sum_up(found: dict[tuple[str, float], list[Line]], record: Record) -> None:
+    """Ours over mlx-lm's, round by round, and what is left of the waves' throughput. Load 0: waves."""
+    for share in dict.fromkeys(share for _, share in found):
+        ours, theirs = found["mlxd", share], found["mlx-lm", share]
+        ratios = [round(a["tokens_per_s"] / b["tokens_per_s"], 3) for a, b in zip(ours, theirs, strict=True)]
+        line = {"kind": "ratio", "load": share, "mlxd_over_mlx_lm": round(statistics.median(ratios), 3)}
+        line["by_cpu_time"] = round(
+            statistics.median(b["cpu_s"] / a["cpu_s"] for a, b in zip(ours, theirs, strict=True)), 3
         )
-        if idle and submitted < len(arrivals):
-            time.sleep(max(0.0, arrivals[submitted].at_s - now))
-    first = [tokens_at[i][0] - arrival.at_s for i, arrival in enumerate(arrivals)]
-    gaps = [b - a for times in tokens_at.values() for a, b in itertools.pairwise(times)]
-    total = sum(arrival.num_tokens for arrival in arrivals)
-    return {
-        "tokens_per_s": total / (max(t[-1] for t in tokens_at.values()) - arrivals[0].at_s),
-        "ttft_p50_s": statistics.median(first),
-        "ttft_p95_s": percentile(first, 0.95),
-        "gap_p50_ms": statistics.median(gaps) * 1e3,
-        "gap_p99_ms": percentile(gaps, 0.99) * 1e3,
-    }
+        for side, lines in (("mlxd", ours), ("mlx-lm", theirs)):
+            parts = [each["share_of_waves"] for each in lines if each.get("share_of_waves")]
+            if len(parts) == len(lines):
+                line[f"share_of_waves, {side}"] = round(statistics.median(parts), 3)
+            by_cpu_time = [
+                each["tokens_per_cpu_s"] / equal["tokens_per_cpu_s"]
+                for each, equal in zip(lines, found[side, 0.0], strict=True)
+            ]
+            line[f"share_by_cpu_time, {side}"] = round(statistics.median(by_cpu_time), 3)
+        record(line | {"rounds": ratios})
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def _join_and_leave(
+    bench: BenchModel, rows: int, length: int, options: argparse.Namespace, record: Record
+) -> None:
+    runner = make_runner(
+        bench,
+        max_rows=rows,
+        max_model_len=length + _STEPS,
+        page_size=options.page_size,
+        attention=options.attention,
+    )
+    for name, side in (("mlxd", Ours(runner)), ("mlx-lm", JoinLeaveMlxLm(bench, rows))):
+        cost = measure(side, length, rows - 1, _ROUNDS, bench.vocab_size)
+        figures = {"join_ms": cost.join_ms, "leave_ms": cost.leave_ms, "step_ms": cost.step_ms}
+        record({"kind": "join_leave", "side": name} | {k: round(ms, 3) for k, ms in figures.items()})
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=lambda text: text.split(","), default=["smollm2"])
+    parser.add_argument("--rows", type=numbers, default=[8], help="rows of the batch, as 8,32")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens, on average")
+    parser.add_argument("--output", type=int, default=32, help="tokens of an answer, on average")
+    parser.add_argument("--waves", type=int, default=3, help="requests of a run, in batches")
+    parser.add_argument("--rounds", type=int, default=2, help="the engine that goes first changes")
+    parser.add_argument(
+        "--loads",
+        type=lambda text: [float(part) for part in text.split(",")],
+        default=[0.7, 1.3],
+        help="requests a second, as parts of what our waves carried; the batch stays full above 1",
+    )
+    parser.add_argument("--lengths", type=numbers, default=[], help="of the rows that a row joins and leaves")
+    parser.add_argument("--prefill-ms", type=float, default=250.0, help="scheduler.prefill_ms")
+    parser.add_argument("--chunk", type=int, default=512, help="scheduler.prefill_chunk")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
+    add_output_options(parser, "arrivals")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from figures import numbers
+
 from mlxd.batching.blas import ensure_blas
 
 ensure_blas()  # before anything imports mlx
@@ -42,17 +44,19 @@ class Heads:
         return 1 / math.sqrt(self.dim)
 
 
-def paged_step(name: str, page_size: int, rows: int, context: int, heads: Heads, dtype: mx.Dtype) -> Step:
+def paged_step(name: str, page_size: int, lengths: Sequence[int], heads: Heads, dtype: mx.Dtype) -> Step:
+    """A layer's write and attention. `lengths`: of the rows, the new position included."""
+    rows = len(lengths)
     spec = GroupSpec("full", (0,), None, page_size, 2 * heads.kv * heads.dim * dtype.size)
-    lengths = _lengths(rows, context)
-    pages = list(range(1, rows * -(-context // page_size) + 1))
+    most = -(-max(lengths) // page_size)
+    pages = list(range(1, rows * most + 1))
     random.Random(0).shuffle(pages)
-    width = width_bucket(-(-context // page_size))
+    width = width_bucket(most)
     table = []
     for length in lengths:
         own = [pages.pop() for _ in range(-(-length // page_size))]
         table.append(own + [own[-1]] * (width - len(own)))
-    pool_shape = (rows * -(-context // page_size) + 1, heads.kv, page_size, heads.dim)
+    pool_shape = (rows * most + 1, heads.kv, page_size, heads.dim)
     pools = [mx.random.normal(pool_shape).astype(dtype) for _ in range(2)]
     start, positions = mx.zeros((rows,), mx.int32), mx.array([length - 1 for length in lengths])
     tables = mx.array(table, mx.int32)
@@ -121,22 +125,18 @@ def measure(rows: int, context: int, heads: Heads, page_sizes: Sequence[int], re
     print(json.dumps(case | {"variant": "padded", "ms": padded}), flush=True)
     for page_size in page_sizes:
         for name in VARIANTS:
-            ms = best_ms(paged_step(name, page_size, rows, context, heads, dtype), repeats)
+            ms = best_ms(paged_step(name, page_size, _lengths(rows, context), heads, dtype), repeats)
             print(json.dumps(case | {"variant": name, "page_size": page_size, "ms": ms}), flush=True)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=_numbers, default=[1, 8, 32])
-    parser.add_argument("--context", type=_numbers, default=[256, 2048])
-    parser.add_argument("--heads", type=_numbers, default=[9, 3, 64], help="query heads, KV heads, head dim")
-    parser.add_argument("--page-sizes", type=_numbers, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--context", type=numbers, default=[256, 2048])
+    parser.add_argument("--heads", type=numbers, default=[9, 3, 64], help="query heads, KV heads, head dim")
+    parser.add_argument("--page-sizes", type=numbers, default=[16, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
     for context in options.context:

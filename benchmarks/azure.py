@@ -6,8 +6,10 @@ Splitwise, ISCA 2024).
 
 import csv
 import random
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from open_loop import Due
 
@@ -20,27 +22,39 @@ BURST_S = 60.0
 """A bursty tenant sends at once what it has of so long."""
 
 
-def read(path: Path, until_s: float, time_scale: float, length_scale: float) -> list[Due]:
-    """Requests due before `until_s`.
+class Recorded(NamedTuple):
+    """A request of the recording. `at_s`: seconds after the first one."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def recorded(path: Path, time_scale: float, length_scale: float) -> Iterator[Recorded]:
+    """Requests in order.
 
     `time_scale`: above 1 spreads arrivals; `length_scale`: below 1 shortens prompts and answers.
     """
-    rng = random.Random(1)
-    weights = [BURSTY_WEIGHT if tenant in BURSTY else 1 for tenant in TENANTS]
-    requests: list[Due] = []
     with path.open(newline="") as file:
         begun: datetime | None = None
         for row in csv.DictReader(file):
             stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
             begun = begun or stamp
-            at_s = (stamp - begun).total_seconds() * time_scale
-            if at_s >= until_s:
-                break
-            (tenant,) = rng.choices(TENANTS, weights)
-            if tenant in BURSTY:
-                at_s -= at_s % BURST_S
             prompt, output = (
                 max(2, round(int(row[name]) * length_scale)) for name in ("ContextTokens", "GeneratedTokens")
             )
-            requests.append(Due(tenant, at_s, prompt, output))
+            yield Recorded((stamp - begun).total_seconds() * time_scale, prompt, output)
+
+
+def read(path: Path, until_s: float, time_scale: float, length_scale: float) -> list[Due]:
+    """Requests due before `until_s`, as of the ten tenants; scaled as `recorded` does."""
+    rng = random.Random(1)
+    weights = [BURSTY_WEIGHT if tenant in BURSTY else 1 for tenant in TENANTS]
+    requests: list[Due] = []
+    for at_s, prompt, output in recorded(path, time_scale, length_scale):
+        if at_s >= until_s:
+            break
+        (tenant,) = rng.choices(TENANTS, weights)
+        due_s = at_s - at_s % BURST_S if tenant in BURSTY else at_s
+        requests.append(Due(tenant, due_s, prompt, output))
     return sorted(requests, key=lambda due: due.at_s)

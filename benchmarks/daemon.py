@@ -64,6 +64,11 @@ class Daemon:
         assert self._client is not None
         return self._client
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     async def start(self) -> None:
         """Returns when it takes requests."""
         self._process = await asyncio.create_subprocess_exec(*self._command)

@@ -1,22 +1,26 @@
 """Decoding with mlxd against mlx-lm's BatchGenerator: one model, one BLAS, one process.
 
-    python benchmarks/decode.py --model smollm2 --rows 1,8,32 --context 256 --steps 32
-    python benchmarks/decode.py --model smollm2 --arrivals 40 --rate 2
+    python benchmarks/decode.py --model smollm2 --rows 1,8,32 --context 256
+    python benchmarks/decode.py --model 1b,8b --rows 1,8,32,128 --context 512,4096 --lengths aligned,ragged
 
-Steady: both engines hold the same full batch and take turns, a block of steps each, the first to go
-alternating. Arrivals: the same Poisson arrivals are served by one engine, then by the other. Prints JSON
-lines, or with `--table` one table; `--out` adds the lines to a file.
+First both are compared with float32 on the same prompts; a wrong step ends the benchmark. Then both hold the
+same full batch and take turns, a block of steps each, the first to go alternating. Beside each figure is the
+floor: what a step reads, weights and live keys and values, at the rate at which MLX reads in the same run.
+`by_cpu_time` is the ratio of processor time, which on the CPU device tells more where others use the machine.
+Cases without room in memory are skipped, and named. Prints JSON lines, or with `--table` a table.
 """
 
 import argparse
-import json
+import gc
+import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
 from rich.console import Console
 from rich.table import Table
 
@@ -28,128 +32,171 @@ if TYPE_CHECKING:
 
 _WARM_STEPS = 2
 """Steps at a block's start that are not counted: an engine that is pipelined has none in flight there."""
+_COPIES = 3
+"""Of the keys and values: ours, mlx-lm's, and those that mlx-lm makes of its own where rows join."""
+_MOST_OF_MEMORY = 0.9
+_SHORTEST = 2
 
-Record = Callable[[dict[str, object]], None]
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of a batch that decode. `lengths`: their tokens half way through, none over `context`."""
+
+    rows: int
+    context: int
+    shape: str
+
+    @property
+    def lengths(self) -> list[int]:
+        """All of `context`, or ragged: evenly from half of it to all of it."""
+        if self.shape == "aligned" or self.rows == 1:
+            return [self.context] * self.rows
+        return [self.context - (self.context // 2) * row // (self.rows - 1) for row in range(self.rows)]
+
+    @property
+    def line(self) -> Line:
+        return {"rows": self.rows, "context": self.context, "lengths": self.shape}
 
 
 def main() -> None:
     options = _options()
+    lines = read_lines(options.plot_from) if options.plot_from else _measure(options)
+    if options.table:
+        _print_table(lines)
+    if options.plot:
+        from plots import draw_decode
+
+        draw_decode(lines, options.plot)
+
+
+def _measure(options: argparse.Namespace) -> list[Line]:
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")  # what is compared with is float32
     # Whatever imports mlx comes after the BLAS that it is to use.
     blas = ensure_blas()
+    from floor import read_rate
+    from machine import describe
     from models import load
 
-    bench = load(options.model)
-    common = {"model": options.model, "blas": blas.name}
-    lines: list[dict[str, object]] = []
+    rate = read_rate()
+    lines: list[Line] = []
 
-    def record(line: dict[str, object]) -> None:
+    def keep(line: Line) -> None:
         lines.append(line)
-        text = json.dumps(common | line)
-        if not options.table:
-            print(text, flush=True)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(text + "\n")
+        record(line, options.out, quiet=options.table)
 
-    for rows in options.rows:
-        if options.arrivals:
-            _arrivals(bench, rows, options, record)
-        else:
-            _steady(bench, rows, options, record)
-    if options.table:
-        _print_table(f"{bench.name}, {blas.name}, {options.context} prompt tokens", lines)
+    keep(describe(blas, rate))
+    for name in options.model:
+        bench = load(name)
+        for case in _cases(options):
+            _steady(bench, case, rate, options, of_case(keep, {"model": name}))
+            _free()
+        del bench
+        _free()
+    return lines
 
 
-def _print_table(title: str, lines: list[dict[str, object]]) -> None:
-    """A row of the table for each number of rows in the batch."""
-    table = Table(
-        "rows", "mlxd tokens/s", "mlx-lm tokens/s", "mlxd over mlx-lm", title=title, show_edge=False
-    )
-    speeds: dict[str, object] = {}
-    for line in lines:
-        if "side" in line:
-            speeds[str(line["side"])] = line["tokens_per_s"]
-        elif "mlxd_over_mlx_lm" in line:
-            values = (line["rows"], speeds["mlxd"], speeds["mlx-lm"], line["mlxd_over_mlx_lm"])
-            table.add_row(*map(str, values))
-    Console().print(table)
+def _cases(options: argparse.Namespace) -> Iterable[Case]:
+    for context in options.context:
+        for rows in options.rows:
+            for shape in options.lengths:
+                if shape == "aligned" or rows > 1:
+                    yield Case(rows, context, shape)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", default="smollm2", help="smollm2, tiny, 1b, 8b (random weights), or a model folder"
-    )
-    parser.add_argument("--rows", type=_numbers, default=[1, 8, 32], help="rows of the batch, as 1,8,32")
-    parser.add_argument("--context", type=int, default=256, help="prompt tokens (of arrivals: the average)")
-    parser.add_argument(
-        "--steps", type=int, default=12, help="steps a block (of arrivals: average output tokens)"
-    )
-    parser.add_argument("--blocks", type=int, default=6, help="blocks an engine")
-    parser.add_argument(
-        "--arrivals", type=int, default=0, help="number of Poisson arrivals; 0 measures steady decode"
-    )
-    parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second")
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
-    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
-    parser.add_argument("--table", action="store_true", help="print a table at the end, no JSON lines")
-    parser.add_argument("--out", type=Path, help="file to append the JSON lines to")
-    return parser.parse_args()
+def _free() -> None:
+    import mlx.core as mx
+
+    gc.collect()
+    mx.clear_cache()
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def _steady(
+    bench: "BenchModel", case: Case, rate: float, options: argparse.Namespace, record: Record
+) -> None:
+    from floor import live_bytes, weights_bytes
+
+    from mlxd.batching.memory import device_memory_bytes, layers_of
+
+    layers = layers_of(bench.model)
+    grown = options.blocks * (options.steps + _WARM_STEPS)
+    prompts = [max(_SHORTEST, length - grown // 2) for length in case.lengths]
+    num_tokens = grown + 2 * _WARM_STEPS + case.rows  # rows of mlx-lm do not all join at one step
+    weights = weights_bytes(bench.model)
+    needed = weights + _COPIES * live_bytes(layers, [max(prompts) + num_tokens] * case.rows)
+    if needed > (most := _MOST_OF_MEMORY * device_memory_bytes()):
+        reason = f"needs {needed / 1e9:.0f} GB of memory, {most / 1e9:.0f} may be used"
+        record({"kind": "skipped", **case.line, "reason": reason})
+        return
+    sides = _full_sides(bench, case, prompts, num_tokens, options, record)
+    times: dict[str, list[list[float]]] = {side.name: [] for side in sides}
+    cpu_s = dict.fromkeys(times, 0.0)
+    for block in range(options.blocks):
+        for side in sides if block % 2 == 0 else sides[::-1]:
+            begun = time.process_time()
+            times[side.name].append(_block_s(side, options.steps))
+            cpu_s[side.name] += time.process_time() - begun
+    floor_s = (weights + live_bytes(layers, [length + grown / 2 for length in prompts])) / rate
+    for name, blocks in times.items():
+        record({"kind": "steady", **case.line, "side": name, **_figures(case.rows, blocks, floor_s)})
+    medians = {name: [statistics.median(block) for block in blocks] for name, blocks in times.items()}
+    ratios = [theirs / ours for ours, theirs in zip(medians["mlxd"], medians["mlx-lm"], strict=True)]
+    ratio, by_cpu_time = _rounded([statistics.median(ratios), cpu_s["mlx-lm"] / cpu_s["mlxd"]])
+    found = {"mlxd_over_mlx_lm": ratio, "by_cpu_time": by_cpu_time, "blocks": _rounded(ratios)}
+    record({"kind": "ratio", **case.line, **found})
 
 
-def _sides(
-    bench: "BenchModel", rows: int, longest: int, options: argparse.Namespace, record: Record
+def _full_sides(
+    bench: "BenchModel",
+    case: Case,
+    lengths: Sequence[int],
+    num_tokens: int,
+    options: argparse.Namespace,
+    record: Record,
 ) -> list["Side"]:
+    """Both engines, right and holding all rows of the case, nothing in flight."""
     from models import make_runner
+    from reference import check
     from sides import Mlxd, MlxLm
 
     runner = make_runner(
         bench,
-        max_rows=rows,
-        max_model_len=longest,
+        max_rows=case.rows,
+        max_model_len=max(case.context, max(lengths) + num_tokens) + _SHORTEST,
         page_size=options.page_size,
         attention=options.attention,
         compile=options.compile,
+        join=options.join,
     )
-    record({"kind": "choices", "rows": rows} | runner.info.notes)
-    return [Mlxd(runner, rows), MlxLm(bench, rows)]
-
-
-def _steady(bench: "BenchModel", rows: int, options: argparse.Namespace, record: Record) -> None:
+    record({"kind": "choices", **case.line, **runner.info.notes})
+    if options.check:
+        record({**case.line, **check(bench, runner, case.rows, case.context)})
+    sides: list[Side] = [Mlxd(runner, case.rows), MlxLm(bench, case.rows)]
     rng = random.Random(0)
-    num_tokens = (options.blocks + 1) * (options.steps + _WARM_STEPS) + rows
-    sides = _sides(bench, rows, options.context + num_tokens + 1, options, record)
+    prompts = [[rng.randrange(bench.vocab_size) for _ in range(length)] for length in lengths]
     for side in sides:
-        for request in range(rows):
-            side.add(request, [rng.randrange(bench.vocab_size) for _ in range(options.context)], num_tokens)
-        while len(side.step()) < rows:
+        for request, prompt in enumerate(prompts):
+            side.add(request, prompt, num_tokens)
+        while len(side.step()) < case.rows:
             pass
         side.drain()
-    times: dict[str, list[list[float]]] = {side.name: [] for side in sides}
-    for block in range(options.blocks):
-        for side in sides if block % 2 == 0 else sides[::-1]:
-            times[side.name].append(_block_s(side, options.steps))
-    case: dict[str, object] = {"kind": "steady", "rows": rows, "context": options.context}
-    for name, blocks in times.items():
-        record(case | {"side": name} | _figures(rows, blocks))
-    medians = {name: [statistics.median(block) for block in blocks] for name, blocks in times.items()}
-    ratios = [theirs / ours for ours, theirs in zip(medians["mlxd"], medians["mlx-lm"], strict=True)]
-    record(case | {"mlxd_over_mlx_lm": round(statistics.median(ratios), 3), "blocks": _rounded(ratios)})
+    return sides
 
 
-def _figures(rows: int, blocks: list[list[float]]) -> dict[str, object]:
+def _figures(rows: int, blocks: Sequence[Sequence[float]], floor_s: float) -> Line:
     """The median step is what to expect here; the best one is free of what else ran on the machine."""
     steps = [seconds for block in blocks for seconds in block]
     median_s, best_s = statistics.median(steps), min(steps)
-    ms, best_ms, tokens_per_s = _rounded([median_s * 1e3, best_s * 1e3, rows / median_s])
-    return {"ms_per_step": ms, "best_ms_per_step": best_ms, "tokens_per_s": tokens_per_s}
+    ms, best_ms, floor_ms, tokens_per_s = _rounded(
+        [median_s * 1e3, best_s * 1e3, floor_s * 1e3, rows / median_s]
+    )
+    return {
+        "steps": len(steps),
+        "ms_per_step": ms,
+        "best_ms_per_step": best_ms,
+        "tokens_per_s": tokens_per_s,
+        "floor_ms": floor_ms,
+        "share_of_floor": round(floor_s / median_s, 3),
+    }
 
 
 def _rounded(values: Iterable[float]) -> list[float]:
@@ -169,27 +216,62 @@ def _block_s(side: "Side", steps: int) -> list[float]:
     return times
 
 
-def _arrivals(bench: "BenchModel", rows: int, options: argparse.Namespace, record: Record) -> None:
-    from arrivals import poisson, serve
-
-    sides = _sides(bench, rows, 2 * (options.context + options.steps), options, record)
-    case: dict[str, object] = {
-        "kind": "arrivals",
-        "rows": rows,
-        "number": options.arrivals,
-        "rate": options.rate,
-    }
-    requests = poisson(
-        options.arrivals, options.rate, options.context, options.steps, bench.vocab_size, seed=1
+def _print_table(lines: Sequence[Line]) -> None:
+    """A row for each case."""
+    table = Table(
+        "model", "rows", "context", "mlxd, tokens/s", "mlx-lm, tokens/s", "ratio", "floor, ms", "mlxd, ms"
     )
-    speeds: dict[str, float] = {}
-    for side in sides:
-        # Once unmeasured: graphs are compiled and buffers are made.
-        serve(side, [type(request)(0.0, request.prompt, 4) for request in requests[: 2 * rows]])
-        figures = serve(side, requests)
-        speeds[side.name] = figures["tokens_per_s"]
-        record(case | {"side": side.name} | {name: round(value, 3) for name, value in figures.items()})
-    record(case | {"mlxd_over_mlx_lm": round(speeds["mlxd"] / speeds["mlx-lm"], 3)})
+    sides: dict[str, Line] = {}
+    for line in lines:
+        if line["kind"] == "steady":
+            sides[line["side"]] = line
+        elif line["kind"] == "ratio":
+            ours, theirs = sides["mlxd"], sides["mlx-lm"]
+            context = f"{line['context']} {line['lengths']}"
+            speeds = ours["tokens_per_s"], theirs["tokens_per_s"], line["mlxd_over_mlx_lm"]
+            values = (line["model"], line["rows"], context, *speeds, ours["floor_ms"], ours["ms_per_step"])
+            table.add_row(*map(str, values))
+    Console().print(table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        type=lambda text: text.split(","),
+        default=["smollm2"],
+        help="several of smollm2, tiny, 1b, 8b, gemma3-tiny, gemma3-4b (random weights; with -4bit: packed), "
+        "or a model folder",
+    )
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 32], help="rows of the batch, as 1,8,32")
+    parser.add_argument(
+        "--context", type=numbers, default=[256], help="tokens of the longest row, half way through the steps"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lambda text: text.split(","),
+        default=["aligned"],
+        help="aligned, ragged (evenly from half the context to all of it), or both",
+    )
+    parser.add_argument("--steps", type=int, default=12, help="steps a block")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks an engine")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument(
+        "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
+    )
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float32 first"
+    )
+    parser.add_argument("--table", action="store_true", help="print a table at the end, no JSON lines")
+    add_output_options(parser, "decode")
+    options = parser.parse_args()
+    if unknown := set(options.lengths) - {"aligned", "ragged"}:
+        parser.error(f"--lengths is {', '.join(sorted(unknown))}; it takes aligned and ragged")
+    return options
 
 
 if __name__ == "__main__":

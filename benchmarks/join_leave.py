@@ -72,8 +72,8 @@ class Ours:
 
 
 class MlxLm:
-    def __init__(self, bench: "BenchModel") -> None:
-        self._generator = BatchGenerator(bench.model, max_tokens=_MOST_STEPS)
+    def __init__(self, bench: "BenchModel", max_rows: int) -> None:
+        self._generator = BatchGenerator(bench.model, max_tokens=_MOST_STEPS, completion_batch_size=max_rows)
         self._last = -1
 
     def join(self, prompts: Sequence[Sequence[int]]) -> int:
@@ -153,7 +153,7 @@ def main() -> None:
             attention=options.attention,
             compile="off",
         )
-        for name, side in (("mlxd", Ours(runner)), ("mlx-lm", MlxLm(bench))):
+        for name, side in (("mlxd", Ours(runner)), ("mlx-lm", MlxLm(bench, options.siblings + 1))):
             cost = measure(side, length, options.siblings, options.rounds, bench.vocab_size)
             found[name][str(length)] = {
                 "join_ms": round(cost.join_ms, 3),

@@ -25,6 +25,7 @@ from pathlib import Path
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # the reference multiplies in float32
 
 import mlx.core as mx
+from floor import read_rate
 
 from mlxd.batching import attention_kernel
 from mlxd.batching.attention import DecodeVariant, InPlace, Kernel, variant
@@ -151,13 +152,6 @@ def check(cases: Sequence[KernelCase], draws: int, record: Record) -> bool:
         figures = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
         record({"kind": "error", "case": str(case), "right": is_right} | figures)
     return all_right
-
-
-def read_rate() -> float:
-    """Bytes a second that a sum over 4 GiB reads."""
-    numbers = mx.ones((1 << 30,), mx.float32)
-    mx.eval(numbers)
-    return numbers.nbytes / median_s([lambda: [numbers.sum()]])
 
 
 def median_s(steps: Sequence[Layer], repeats: int = 9) -> float:

@@ -1,54 +1,91 @@
-"""Models for benchmarks: real ones, and Llama shapes with random weights."""
+"""Models for benchmarks: real ones, and known shapes with random weights."""
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from floor import on_cpu
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
+from mlx_lm.models import gemma3_text, llama
 
 from mlxd.batching import tuning
-from mlxd.batching.memory import layers_of
+from mlxd.batching.joined import join_projections
+from mlxd.batching.memory import layers_of, main_dtype
 from mlxd.batching.mlx_runner import MlxRunner
-from mlxd.batching.model import load_model, resolve
-from mlxd.batching.runner import RunnerInfo
+from mlxd.batching.model import open_model, resolve
+from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.caches.kinds import group_specs
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import plan_memory
 
 _TUNING_S = 60.0
 _VARIANTS = ("kernel", "in_place", "gathered") if mx.cuda.is_available() else ("in_place", "gathered")
+_PACKED = "-4bit"
 
 SMOLLM2 = "smollm2-135m-instruct"
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
+_LLAMA = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+_GEMMA3 = {"model_type": "gemma3_text", "max_position_embeddings": 131072, "sliding_window_pattern": 6}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _LLAMA
+    | {
         "hidden_size": 256,
         "num_hidden_layers": 4,
         "intermediate_size": 512,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 1000,
+        "tie_word_embeddings": True,
     },
-    "1b": {
+    "1b": _LLAMA
+    | {
         "hidden_size": 2048,
         "num_hidden_layers": 16,
         "intermediate_size": 8192,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
+        "tie_word_embeddings": True,
     },
-    "8b": {
+    "8b": _LLAMA
+    | {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "intermediate_size": 14336,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "gemma3-tiny": _GEMMA3
+    | {
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1000,
+        "sliding_window": 64,
+    },
+    "gemma3-4b": _GEMMA3
+    | {
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
 }
-"""Llama 3.2 1B, Llama 3.1 8B, and one for trying the benchmark out."""
+"""Llama 3.2 1B and 3.1 8B, Gemma 3 4B (five of six layers slide), and small ones for trying things out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,35 +94,44 @@ class BenchModel:
     model: nn.Module
     vocab_size: int
 
+    def twin(self) -> nn.Module:
+        """The same arrays in modules of their own, which may be rewritten."""
+        twin, _ = _open(self.name)
+        twin.update(self.model.parameters())
+        return twin
+
 
 def load(name: str) -> BenchModel:
     """A shape of SHAPES with random weights, "smollm2", or whatever `mlxd serve` takes as a model.
 
-    Weights are float32 on the CPU; random ones are bfloat16 on a GPU.
+    Weights are float32 on the CPU; random ones are bfloat16 on a GPU, and packed to 4 bits in groups of 64
+    where the shape's name ends in "-4bit".
     """
-    if name in SHAPES:
-        return BenchModel(name, _random_llama(name), SHAPES[name]["vocab_size"])
-    loaded = load_model(resolve(SMOLLM2 if name == "smollm2" else name, _silent), _silent)
-    return BenchModel(name, loaded.model, loaded.vocab_size)
-
-
-def _silent(stage: str, share: float) -> None:
-    """No progress is shown."""
-
-
-def _random_llama(name: str) -> nn.Module:
-    mx.random.seed(0)
-    common = {
-        "model_type": "llama",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "max_position_embeddings": 131072,
-    }
-    config = common | SHAPES[name] | {"tie_word_embeddings": name != "8b"}
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    model.set_dtype(mx.float32 if on_cpu else mx.bfloat16)
+    model, vocab_size = _open(name)
     mx.eval(model.parameters())
+    return BenchModel(name, model, vocab_size)
+
+
+def _open(name: str) -> tuple[nn.Module, int]:
+    """A model that is not evaluated, and its vocabulary's size."""
+    shape = SHAPES.get(name.removesuffix(_PACKED))
+    if shape is None:
+        opened = open_model(resolve(SMOLLM2 if name == "smollm2" else name, ignore_progress))
+        return opened.model, opened.vocab_size
+    model = random_model(shape)
+    if name.endswith(_PACKED):
+        nn.quantize(model, group_size=64, bits=4)
+    return model, shape["vocab_size"]
+
+
+def random_model(config: dict[str, Any]) -> nn.Module:
+    """Weights of an mlx-lm model, not evaluated: the same ones each time."""
+    mx.random.seed(0)
+    module = {"llama": llama, "gemma3_text": gemma3_text}[config["model_type"]]
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    if module is gemma3_text:
+        model.sanitize({})  # as for a checkpoint without a head: its embedding is the head
+    model.set_dtype(mx.float32 if on_cpu() else mx.bfloat16)
     return model
 
 
@@ -99,8 +145,12 @@ def make_runner(
     attention: str = "auto",
     compile: Literal["auto", "on", "off"] = "auto",
     quantization: Quantization | None = None,
+    join: bool = True,
 ) -> MlxRunner:
-    """A runner with room for `max_rows` rows of `max_model_len`, tuned as the daemon tunes it at start."""
+    """A runner with room for `max_rows` rows of `max_model_len`, made and tuned as the daemon does at start.
+
+    `join`: whether projections of one input become one product; the model of `bench` stays as it is.
+    """
     layers = layers_of(bench.model, quantization)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(bench.model.parameters()))
     specs = group_specs(layers, page_size)
@@ -122,7 +172,9 @@ def make_runner(
         device=str(mx.default_device()),
         compiled=compile != "off",
     )
-    runner = MlxRunner(bench.model, layers, memory, info)
+    model = bench.twin()
+    joined = join_projections(model, main_dtype(array for _, array in parameters)) if join else "nothing"
+    runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
         attention = ", ".join(f"{min(ms, key=ms.__getitem__)} at {rows}" for rows, ms in times.items())
@@ -132,5 +184,5 @@ def make_runner(
         tuning.choose_compiled(runner, memory, tuning.TimeBox(_TUNING_S))
     else:
         runner.step.enabled = compile == "on"
-    runner.describe(attention=attention, compile="on" if runner.step.enabled else "off")
+    runner.describe(attention=attention, compile="on" if runner.step.enabled else "off", joined=joined)
     return runner

@@ -90,17 +90,11 @@ def main() -> None:
     parser.add_argument("--join", action="store_true", help="join projections that share their input")
     options = parser.parse_args()
     ensure_blas()
-    from mlx.utils import tree_flatten
     from models import load, make_runner
 
-    from mlxd.batching.joined import join_projections
-    from mlxd.batching.memory import main_dtype
     from mlxd.batching.tuning import typical_widths
 
     bench = load(options.model)
-    if options.join:
-        arrays = [array for _, array in tree_flatten(bench.model.parameters())]
-        print(json.dumps({"joined": join_projections(bench.model, main_dtype(arrays))}))
     runner = make_runner(
         bench,
         max_rows=options.rows,
@@ -108,7 +102,9 @@ def main() -> None:
         page_size=64,
         attention=options.attention,
         compile=options.compile,
+        join=options.join,
     )
+    print(json.dumps(runner.info.notes))
     counts = of_step(runner, options.rows, typical_widths(runner.info.memory, options.rows))
     print(json.dumps(by_layer(counts, len(bench.model.layers))))
 

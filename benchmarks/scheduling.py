@@ -89,8 +89,7 @@ def measure(
         begun = time.thread_time()
         plan = scheduler.schedule(now, [])
         cost = time.thread_time() - begun
-        assert plan is not None
-        pending = runner.launch(plan)
+        pending = None if plan is None else runner.launch(plan)
         if before is not None:
             result = before.wait()
             events: list[Event] = []
@@ -98,7 +97,7 @@ def measure(
             scheduler.postprocess(before.plan, result, now, events)
             cost += time.thread_time() - begun
         before = pending
-        if step >= rows:
+        if step >= rows and plan is not None:
             costs_ms.append(1000 * cost)
             sizes.append(len(plan.decode))
         arrivals.top_up(now)

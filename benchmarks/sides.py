@@ -1,5 +1,6 @@
-"""The two engines under one interface: rows in, tokens out, step by step."""
+"""The engines under one interface: rows in, tokens out, step by step."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,6 +12,14 @@ from models import BenchModel
 from mlxd.batching.driver import Driver
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.row import Row
+from mlxd.batching.runner import PendingStep
+from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.config import CacheConfig, Config, SchedulerConfig, TenantConfig
+from mlxd.scheduler.events import Event, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.scheduler import Scheduler
+
+_TENANT = "bench"
+_QUEUE = 10_000
 
 
 class Side(Protocol):
@@ -59,7 +68,7 @@ class MlxLm:
 
 
 class Mlxd:
-    """Our runner, driven as the engine drives it: pipelined by one step, without sockets and tenants."""
+    """Our runner alone, pipelined by one step; all that waits is prefilled before the batch goes on."""
 
     name = "mlxd"
 
@@ -99,3 +108,49 @@ class Mlxd:
 
     def drain(self) -> None:
         self._early += [self._requests[result.row_id] for result in self._driver.flush()]
+
+
+class Scheduled:
+    """Our scheduler and runner in the engine's order, without its thread, sockets and text."""
+
+    name = "mlxd"
+
+    def __init__(self, runner: MlxRunner, max_rows: int, prefill_ms: float) -> None:
+        """`prefill_ms`: most milliseconds of prefill between two decode steps."""
+        config = Config(
+            version=1,
+            tenants=(
+                TenantConfig(name=_TENANT, token_sha256="0" * 64, max_running=max_rows, max_waiting=_QUEUE),
+            ),
+            scheduler=SchedulerConfig(max_rows=max_rows, max_waiting=_QUEUE, prefill_ms=prefill_ms),
+            cache=CacheConfig(prefix=False),
+        )
+        self._runner = runner
+        self._scheduler = Scheduler(config, runner.info)
+        self._launched: deque[PendingStep] = deque()
+        self._events: list[Event] = []
+
+    def add(self, request: int, prompt: Sequence[int], num_tokens: int) -> None:
+        key = RequestKey(_TENANT, str(request))
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        event = self._scheduler.submit(Submission(key, tuple(prompt), sampling, time.monotonic()))
+        if isinstance(event, Rejected):
+            raise RuntimeError(f"{event.reason}: {event.message}")
+
+    def step(self) -> list[int]:
+        plan = self._scheduler.schedule(time.monotonic(), self._events)
+        if plan is not None:
+            self._launched.append(self._runner.launch(plan))
+        if self._launched and (len(self._launched) > 1 or plan is None):
+            self._read_oldest()
+        events, self._events = self._events, []
+        return [int(event.key.request_id) for event in events if isinstance(event, Tokens)]
+
+    def drain(self) -> None:
+        while self._launched:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        step = self._launched.popleft()
+        result = step.wait()
+        self._scheduler.postprocess(step.plan, result, time.monotonic(), self._events)

@@ -1,4 +1,4 @@
-"""Numbers packed by affine quantisation, and attention that multiplies with them as they are."""
+"""Numbers packed by affine quantisation, and attention over them."""
 
 import math
 from dataclasses import dataclass
@@ -40,21 +40,6 @@ class Packed:
         kind = self.quantization
         return mx.dequantize(*self.planes, group_size=kind.group_size, bits=kind.bits)
 
-    def matmul(self, x: mx.array, *, transpose: bool) -> mx.array:
-        """`x` times these matrices, or times their transposes; leading axes are equal."""
-        # CUDA has no product of slices and transposes; elsewhere MLX would copy them itself.
-        kind = self.quantization
-        codes, scales, biases = map(mx.contiguous, self.planes)
-        return mx.quantized_matmul(
-            mx.contiguous(x),
-            codes,
-            scales,
-            biases,
-            transpose=transpose,
-            group_size=kind.group_size,
-            bits=kind.bits,
-        )
-
     def gather_matmul(
         self, x: mx.array, matrix_of_x: mx.array, matrix: mx.array, *, transpose: bool
     ) -> mx.array:
@@ -95,7 +80,10 @@ def attend(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention over packed keys and values that lie in order, without a dense copy of them.
+    """Attention over packed keys and values that lie in order; makes a dense copy of these for the moment.
+
+    Products with the codes would save the copy, but they are slower, and wrong on CUDA where a row is not of
+    whole 16 bytes. The copy is one layer's, small beside the scores that fused attention saves.
 
     Args:
         queries: [B, n_heads, L, key_dim], the last L of the S positions where `mask` is "causal".
@@ -105,27 +93,5 @@ def attend(
     Returns:
         [B, n_heads, L, value_dim] in the queries' dtype.
     """
-    batch, query_heads, length, key_dim = queries.shape
-    heads, columns = keys.codes.shape[1:3]
-    group = query_heads // heads
-    grouped = (queries * scale).reshape(batch, heads, group * length, key_dim)
-    scores = keys.matmul(grouped, transpose=True).reshape(batch, heads, group, length, columns)
-    if isinstance(mask, str):
-        mask = mx.arange(columns) <= mx.arange(columns - length, columns)[:, None]
-    if mask is not None:
-        mask = _by_group(mask, heads)
-        barred = mx.finfo(scores.dtype).min
-        scores = mx.where(mask, scores, barred) if mask.dtype == mx.bool_ else scores + mask
-    if sinks is not None:
-        sink = sinks.astype(scores.dtype).reshape(1, heads, group, 1, 1)
-        scores = mx.concatenate([scores, mx.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
-    weights = mx.softmax(scores, axis=-1, precise=True)[..., :columns]
-    out = values.matmul(weights.reshape(batch, heads, group * length, columns), transpose=False)
-    return out.astype(queries.dtype).reshape(batch, query_heads, length, -1)
-
-
-def _by_group(mask: mx.array, heads: int) -> mx.array:
-    """[B, 1 or n_heads, L, S] as [B, 1 or n_kv_heads, 1 or group, L, S]; others as they are."""
-    if mask.ndim != 4:
-        return mask
-    return mx.unflatten(mask, 1, (min(heads, mask.shape[1]), -1))
+    dense = (packed.dense().astype(queries.dtype) for packed in (keys, values))
+    return mx.fast.scaled_dot_product_attention(queries, *dense, scale=scale, mask=mask, sinks=sinks)

@@ -92,7 +92,7 @@ class QuantizedStandIn:
 
 
 class QuantizedPrefill:
-    """A packed layer inside a prefill forward: the chunk, too, is attended to in its packed form."""
+    """A packed layer inside a prefill forward: the chunk, too, is attended to as packing leaves it."""
 
     def __init__(self, rows: "QuantizedRows", view: PrefillView) -> None:
         self._rows = rows

@@ -88,6 +88,7 @@ class EngineMetrics:
         self.last_step = Gauge("mlxd_last_step_timestamp_seconds", "Unix time of the latest step's end.")
         self.running = Gauge("mlxd_requests_running", "Requests that hold a row.", tenant)
         self.waiting = Gauge("mlxd_requests_waiting", "Accepted requests without a row.", tenant)
+        self.paused = Gauge("mlxd_requests_paused", "Requests whose clients are behind in reading.", tenant)
         self.prefilling = Gauge("mlxd_rows_prefilling", "Rows whose prompt is not computed yet.")
         self.prefill_left = Gauge("mlxd_prefill_tokens_left", "Prompt positions those rows still need.")
         self.service = Counter(

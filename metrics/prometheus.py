@@ -25,7 +25,7 @@ class PrometheusRecorder:
     A fact is queued, and tallied by whoever gets the lock: the thread that told it if the lock is free, else
     the next one to tell or to scrape. So recording never waits for a scrape, nor a scrape for the engine.
     The engine's facts are held back until its next snapshot and tallied together with it, so that every
-    scrape sees accepted = ended + running + waiting.
+    scrape sees accepted = ended + running + waiting + paused.
 
     Args:
         tenants: configured names, they alone become label values; empty puts every tenant under `_other`.

@@ -15,7 +15,7 @@ class Recorder(Protocol):
     """
 
     def accepted(self, tenant: str) -> None:
-        """A request entered; it stays in the snapshots' `waiting` or `running` until `request` ends it."""
+        """A request entered; snapshots have it as waiting, running or paused until `request` ends it."""
         ...
 
     def request(self, stats: RequestStats) -> None:

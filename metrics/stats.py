@@ -11,6 +11,7 @@ class TenantGauges:
     running: int = 0
     kv_reserved_bytes: int = 0
     service: float = 0.0
+    paused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ class EngineSnapshot:
     steps: int = 0
     waiting: int = 0
     running: int = 0
+    paused: int = 0
+    """Neither waiting nor running: until their clients read more."""
     prefilling: int = 0
     prefill_tokens_left: int = 0
     tenants: dict[str, TenantGauges] = field(default_factory=dict)

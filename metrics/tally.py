@@ -200,6 +200,7 @@ class Tally:
             named = tenants.get(name, TenantGauges()) if name != OTHER else self._others(tenants)
             engine.running.set(named.running, name)
             engine.waiting.set(named.waiting, name)
+            engine.paused.set(named.paused, name)
             engine.tenant_kv.set(named.kv_reserved_bytes, name)
             engine.service.raise_to(named.service, name)
 
@@ -211,6 +212,7 @@ class Tally:
             running=sum(gauges.running for gauges in others),
             kv_reserved_bytes=sum(gauges.kv_reserved_bytes for gauges in others),
             service=sum(gauges.service for gauges in others),
+            paused=sum(gauges.paused for gauges in others),
         )
 
 

@@ -47,18 +47,24 @@ class Admission:
         self.reserving: Request | None = None
 
     def refuse(self, request: Request, tenant: Tenant, num_waiting: int) -> Rejected | None:
-        """Why `request` cannot be queued; None if it can. `num_waiting` is that of all tenants."""
+        """Why `request` cannot be queued; None if it can.
+
+        A paused request takes a place of its own tenant's and of nobody else's.
+
+        Args:
+            num_waiting: that of all tenants, without paused ones.
+        """
         never = self.never_fits(request, tenant)
         if never:
             return Rejected(request.key, "never_fits", never, retryable=False)
         above = self.above_quota(request, tenant)
         if above:
             return Rejected(request.key, "quota", above, retryable=False)
-        if len(tenant.queue) >= tenant.max_waiting:
-            count = len(tenant.queue)
-            message = (
-                f"tenant {tenant.name!r} has {count} waiting requests; the limit is {tenant.max_waiting}"
-            )
+        count = len(tenant.queue) + tenant.num_paused
+        if count >= tenant.max_waiting:
+            of_them = f", {tenant.num_paused} of them paused" if tenant.num_paused else ""
+            limit = tenant.max_waiting
+            message = f"tenant {tenant.name!r} has {count} waiting requests{of_them}; the limit is {limit}"
             return self._full(request, message, count)
         if num_waiting >= self._max_waiting:
             return self._full(request, "the daemon's queue is full", num_waiting)

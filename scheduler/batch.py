@@ -153,11 +153,13 @@ class Batch:
         num_tokens = end - request.num_computed
         prompt_tokens = step.add_chunk(request, end)
         tenant.prefilled(request, num_tokens)
-        if prompt_tokens:
-            self._charge(step, tenant, prompt_tokens)
+        again = num_tokens - prompt_tokens if request.pays_again else 0
+        if prompt_tokens or again:
+            self._charge(step, tenant, prompt_tokens, again)
 
-    def _charge(self, step: Step, tenant: Tenant, prompt_tokens: int) -> None:
-        self._policy.charge(tenant, prompt_tokens, 0)
+    def _charge(self, step: Step, tenant: Tenant, prompt_tokens: int, again: int = 0) -> None:
+        """`again`: positions computed again; of the tenant's minute they were used before."""
+        self._policy.charge(tenant, prompt_tokens + again, 0)
         self._book.use(tenant, prompt_tokens, step.planned_at)
 
     def _has_room(self, request: Request, end: int) -> bool:
@@ -179,6 +181,7 @@ class Batch:
     def _preempt(self, step: Step, request: Request, reason: str) -> None:
         request.transition(RequestState.PREEMPTED)
         request.num_preemptions += 1
+        request.pays_again = False
         self.remove(request)
         self._admission.queue(request, step.planned_at)
         step.preempted.append(reason)
@@ -236,12 +239,15 @@ class Batch:
         request.prefill_end = request.num_known - 1
         request.num_computed = request.row.num_reused
         self._book.enter(request, now)
-        request.entered_at, request.blocked_since = now, None
+        request.blocked_since = None
+        if not request.pays_again:
+            request.entered_at = now
         request.entered_step, request.entered_output = step.step_id, len(request.output)
         self._running[request.row.row_id] = request
         self._num_of_class[request.level] += 1
         cached_tokens = step.add_reused(request)
-        if cached_tokens:
+        charged = request.row.num_reused if request.pays_again else cached_tokens
+        if charged:
             tenant = self._book[request.tenant]
-            self._policy.charge(tenant, 0, 0, cached_tokens)
+            self._policy.charge(tenant, 0, 0, charged)
             self._book.use(tenant, cached_tokens, now)

@@ -62,7 +62,9 @@ class CurveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sockets and their limits. Sizes in bytes. `curve`: None serves this machine alone.
 
-    `retention_s`, `retention_bytes`: how long ended requests can be told again, and how much of them is kept.
+    `max_client_buffer_bytes`: unread output; with more than half of it a request is paused.
+    `retention_s`, `retention_bytes`: how long ended requests can be told again, and how much of them is kept;
+    the same of paused ones that are not read.
     `resume_grace_s`: how long a request goes on without its client; None: `retention_s` where accepted
     requests are durable, else 0.
     """

@@ -5,19 +5,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
-
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
-from mlxd.scheduler.config import Config, TenantConfig
+from mlxd.scheduler.beginnings import Beginnings
+from mlxd.scheduler.config import Config
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, RejectedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens
-from mlxd.scheduler.intake import RETRY_MS, Intake, Served, check_message, loading, with_seed
+from mlxd.scheduler.intake import RETRY_MS, Served, check_message, loading, with_seed
 from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.journal_file import Entry
 from mlxd.scheduler.open_streams import OpenStreams
+from mlxd.scheduler.pauses import Pauses
 from mlxd.scheduler.readers import Readers
 from mlxd.scheduler.replies import rejection_reply, reply_of
 from mlxd.scheduler.retention import Retention
@@ -48,17 +48,19 @@ class Desk:
         """`send` must not block; it returns the frame's bytes, and may call back into `abandon`."""
         self.served: Served | None = None
         self.generated_tokens: Counter[str] = Counter()
-        self._max_unread_bytes = config.server.max_client_buffer_bytes
+        server = config.server
         self._grace_s = config.resume_grace_s
         self._engine = engine
         self._recorder = recorder
         self._send = send
-        self._readers = Readers(send)
+        self._open = OpenStreams(Retention(server.retention_s, server.retention_bytes, self._give_up_paused))
+        pauses = Pauses(engine, self._open, server.max_client_buffer_bytes)
+        self._readers = Readers(send, self._open, pauses, server.max_client_buffer_bytes)
         self._journal = journal
-        self._open = OpenStreams()
-        self._kept = Retention(config.server.retention_s, config.server.retention_bytes, self._forget)
-        self._intake = Intake()
-        self._beginnings: set[asyncio.Task[None]] = set()
+        self._kept = Retention(server.retention_s, server.retention_bytes, self._forget)
+        self._beginnings = Beginnings(
+            engine, self._open, on_refused=self._refuse_begun, on_unwanted=self._end
+        )
 
     @property
     def num_open(self) -> int:
@@ -78,52 +80,25 @@ class Desk:
             stream = Stream(key, digest_of(message), not message.stream, Transcript(message.id))
             known = self._find(key)
             if known is not None and known.digest == stream.digest:
-                self._attach(known, session, 0, message.credit)
+                self._readers.attach(known, session, 0, message.credit)
                 return
-            self._check_room(session.tenant, known is not None, message.id)
+            if known is not None:
+                text = f"another request has the id {message.id!r}, or had it lately"
+                raise RejectedError("id_conflict", text, retryable=False)
+            self._open.check_room(session.tenant)
         except MlxdError as error:
             self._send(session, self._refusal(key, error))
             return
         stream.attach(session, 0, message.credit)
         stream.message = with_seed(message) if self._journal.keeps else message
         self._open.add(stream)
-        self._begin(stream, self.served)
+        self._beginnings.begin(stream, self.served)
 
     def _find(self, key: RequestKey) -> Stream | None:
         return self._open.get(key) or self._kept.get(key)
 
-    def _check_room(self, tenant: TenantConfig, is_known: bool, request_id: str) -> None:
-        """Raises RejectedError. The engine judges queues exactly; this bounds what it has not seen yet."""
-        if is_known:
-            message = f"another request has the id {request_id!r}, or had it lately"
-            raise RejectedError("id_conflict", message, retryable=False)
-        limit = tenant.max_running + tenant.max_waiting
-        if self._open.num_of(tenant.name) >= limit:
-            message = f"tenant {tenant.name!r} has {limit} requests open already"
-            raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
-
-    def _begin(self, stream: Stream, served: Served) -> None:
-        now = asyncio.get_running_loop().time()
-        stream.sent_at = now
-        beginning = asyncio.create_task(self._submit(stream, served, now))
-        self._beginnings.add(beginning)
-        beginning.add_done_callback(self._beginnings.discard)
-
-    async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
-        try:
-            submission = await self._intake.prepare(stream, served, arrived_at)
-            if stream not in self._open:
-                return
-            if not stream.is_wanted:
-                self._end(stream)
-                return
-            self._engine.submit(submission)
-        except MlxdError as error:
-            if stream in self._open:
-                self._refuse(stream, self._refusal(stream.key, error))
-            return
-        if stream.end_as:
-            self._engine.cancel(stream.key, stream.end_as)
+    def _refuse_begun(self, stream: Stream, error: MlxdError) -> None:
+        self._refuse(stream, self._refusal(stream.key, error))
 
     def _refusal(self, key: RequestKey, error: MlxdError) -> wire.Rejected | wire.Error:
         if isinstance(error, RejectedError):
@@ -139,7 +114,9 @@ class Desk:
             self._readers.reply(stream, reply)
             stream.detach()
         elif isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota") and self.served:
-            asyncio.get_running_loop().call_later(RETRY_MS / 1000, self._begin, stream, self.served)
+            asyncio.get_running_loop().call_later(
+                RETRY_MS / 1000, self._beginnings.begin, stream, self.served
+            )
         else:
             code = reply.reason if isinstance(reply, wire.Rejected) else reply.code
             self._fail(stream, code, reply.message)
@@ -163,7 +140,7 @@ class Desk:
         self._open.lost_reader(stream, now)
         if entry.starts < MAX_STARTS:
             self._journal.start(entry.key)
-            self._begin(stream, self.served)
+            self._beginnings.begin(stream, self.served)
         else:
             why = f"the daemon ended {entry.starts} times before this request did"
             self._fail(stream, "engine_failed", why)
@@ -179,19 +156,14 @@ class Desk:
         if stream is None:
             text = "there is no such request, or it ended too long ago"
             raise ProtocolError("gone", text, request_id=message.id)
-        self._attach(stream, session, message.seq, message.credit)
-
-    def _attach(self, stream: Stream, session: Session, seq: int, credit: int | msgspec.UnsetType) -> None:
-        self._open.found_reader(stream)
-        self._readers.attach(stream, session, seq, credit)
+        self._readers.attach(stream, session, message.seq, message.credit)
 
     def grant(self, session: Session, message: wire.Grant) -> None:
         """Let more bytes out, where this connection reads the request and gave credit before."""
         assert session.tenant is not None, "only clients that said hello get here"
         stream = self._find(RequestKey(session.tenant.name, message.id))
-        if stream is not None and stream.session is session and stream.credit is not None:
-            stream.credit = min(stream.credit + message.bytes, wire.MAX_CREDIT)
-            self._readers.tell(stream)
+        if stream is not None:
+            self._readers.grant(stream, session, message.bytes)
 
     def cancel(self, key: RequestKey, outcome: str = "cancelled") -> bool:
         """Whether there is such an open request; its terminal message comes when the engine let go of it."""
@@ -207,8 +179,7 @@ class Desk:
         """A client is gone ("client_gone"), or does not read what it was sent ("slow_client")."""
         for stream in self._read_by(session):
             if outcome == "client_gone":
-                stream.detach()
-                self._open.lost_reader(stream, asyncio.get_running_loop().time())
+                self._readers.lose(stream)
             else:
                 self.cancel(stream.key, outcome)
         if not self._grace_s:
@@ -272,15 +243,14 @@ class Desk:
             self.cancel(stream.key, "failed")
 
     def _take_tokens(self, stream: Stream, answer: Answer, event: Tokens) -> None:
-        stream.state = "running"
+        if stream.state != "paused":
+            stream.state = "running"
         self.generated_tokens[event.key.tenant] += len(event.token_ids)
         was_ended = answer.ended_by
         answer.tokens(event)
         if answer.ended_by and not was_ended:
             self._engine.cancel(event.key, answer.ended_by)
         self._readers.tell(stream)
-        if stream.unread_bytes > self._max_unread_bytes and not stream.end_as:
-            self.cancel(event.key, "slow_client")
 
     def _end(self, stream: Stream) -> None:
         """It has its terminal message, or nobody wants it."""
@@ -292,6 +262,9 @@ class Desk:
             self._readers.tell(stream)
         else:
             self._journal.forget(stream.key)
+
+    def _give_up_paused(self, stream: Stream) -> None:
+        self.cancel(stream.key, "slow_client")
 
     def _forget(self, stream: Stream) -> None:
         self._journal.forget(stream.key)
@@ -308,9 +281,11 @@ class Desk:
                 self._refuse(stream, error)
 
     def expire(self) -> None:
-        """Give up what nobody came back for in time; to be called now and then."""
+        """Give up what nobody came back for, or read, in time; to be called now and then."""
+        now = asyncio.get_running_loop().time()
         self._give_up_unread()
-        self._kept.expire(asyncio.get_running_loop().time())
+        self._open.paused.expire(now)
+        self._kept.expire(now)
 
     def keep_alive(self, session: Session, quiet_since: float) -> None:
         """Show that requests which got nothing since then are still known."""
@@ -319,4 +294,4 @@ class Desk:
 
     def close(self) -> None:
         """Tokenise nothing more."""
-        self._intake.close()
+        self._beginnings.close()

@@ -27,7 +27,7 @@ from mlxd.scheduler.errors import (
 )
 from mlxd.scheduler.events import Event, RequestKey, Submission
 from mlxd.scheduler.fit import check_fit
-from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Ping, SetTenants, Stop
+from mlxd.scheduler.inbox import Cancel, Drain, Inbox, Pause, Ping, SetTenants, Stop, Unpause
 from mlxd.scheduler.local import LocalClient
 from mlxd.scheduler.loop import EngineLoop
 from mlxd.scheduler.model_runner import load_model_runner
@@ -171,6 +171,13 @@ class Engine:
     def cancel(self, key: RequestKey, outcome: str = "cancelled") -> None:
         """End a request as "cancelled", "client_gone", "slow_client", "revoked", "stop" or "failed"."""
         self._inbox.send(Cancel(key, outcome))
+
+    def pause(self, key: RequestKey) -> None:
+        """Let an open request give up its row until `unpause`; tokens in flight still come."""
+        self._inbox.send(Pause(key))
+
+    def unpause(self, key: RequestKey) -> None:
+        self._inbox.send(Unpause(key))
 
     def ping(self, callback: Callable[[], None]) -> None:
         """Call back from the engine thread between two steps; never, where it hangs or is gone."""

@@ -255,7 +255,7 @@ class Frontend:
             for door in self._doors:
                 door.shut_strangers()
                 for session in tuple(door.clients):
-                    if session.sent_at <= quiet_since:
+                    if session.sent_at <= quiet_since and not session.outbox:
                         door.send(session, wire.KeepAlive(state="idle"))
             self._recorder.clients(len(self._clients), self._doors.buffered_bytes)
 

@@ -16,6 +16,18 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """The request gives up its row until an Unpause."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class Unpause:
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     callback: Callable[[], None]
 
@@ -37,7 +49,7 @@ class Stop:
     pass
 
 
-Command = Submission | Cancel | Ping | Drain | SetTenants | Stop
+Command = Submission | Cancel | Pause | Unpause | Ping | Drain | SetTenants | Stop
 
 
 class Inbox:
@@ -60,7 +72,7 @@ class Inbox:
             self._changed.notify()
             return True
 
-    def send(self, command: Cancel | Ping | Drain | SetTenants | Stop) -> bool:
+    def send(self, command: Cancel | Pause | Unpause | Ping | Drain | SetTenants | Stop) -> bool:
         """False: it is closed."""
         with self._changed:
             if not self._is_closed:

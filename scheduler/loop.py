@@ -9,7 +9,7 @@ from mlxd.batching.runner import PendingStep, Runner
 from mlxd.metrics.recorder import Recorder
 from mlxd.metrics.stats import EngineSnapshot
 from mlxd.scheduler.events import Event, Rejected, Submission
-from mlxd.scheduler.inbox import Cancel, Command, Drain, Inbox, Ping, SetTenants, Stop
+from mlxd.scheduler.inbox import Cancel, Command, Drain, Inbox, Pause, Ping, SetTenants, Stop, Unpause
 from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.snapshot import SnapshotMaker
 
@@ -115,7 +115,7 @@ class EngineLoop:
         return None if is_idle and not self._rest() else 0.0
 
     def _wait_for_time(self) -> None:
-        """Requests are open, and all are held back by a limit in time: that is no stall."""
+        """Requests are open, and all are held back by a limit in time, or by their readers: no stall."""
         self._busy_since = now = self._clock()
         self._wakes_at = self._scheduler.wakes_at(now)
         if self._wakes_at is None:
@@ -144,6 +144,10 @@ class EngineLoop:
                 self._events.append(self._scheduler.submit(command))
             case Cancel():
                 self._events += self._scheduler.cancel(command.key, command.outcome, now)
+            case Pause():
+                self._scheduler.paused.pause(command.key)
+            case Unpause():
+                self._scheduler.paused.unpause(command.key)
             case Ping():
                 command.callback()
             case Drain():

@@ -177,7 +177,7 @@ class KeepAlive(_FromServer, frozen=True, kw_only=True, tag="keepalive"):
     """Sent once a heartbeat for a request that yields nothing, and without id on an idle connection."""
 
     id: str | UnsetType = UNSET
-    state: Literal["waiting", "running", "idle"]
+    state: Literal["waiting", "running", "paused", "idle"]
 
 
 class Done(_FromServer, frozen=True, kw_only=True, tag="done"):
@@ -243,7 +243,7 @@ class Reloaded(_FromServer, frozen=True, kw_only=True, tag="reloaded"):
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`generated_tokens`: sent since the start.
+    """`paused`: until their clients read more. `generated_tokens`: sent since the start.
 
     `service`: weighted tokens over weight, as `fair` counts. That of a tenant that comes back is raised to
     what the busy ones have had, so it tells of them, and is None but for operators.
@@ -251,6 +251,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting: int
     running: int
+    paused: int = 0
     kv_reserved_bytes: int
     service: float | None = None
     generated_tokens: int = 0
@@ -291,8 +292,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     """The daemon as the asker may see it: nothing here depends on other tenants, but for an operator.
 
-    `tenants`, `waiting`, `running`: the asker's own, or those of all for an operator. `engine`, `disk`, where
-    there is one, and `fairness` are for operators.
+    `tenants`, `waiting`, `running`, `paused`: the asker's own, or those of all for an operator. `engine`,
+    `disk`, where there is one, and `fairness` are for operators.
     """
 
     id: str
@@ -303,6 +304,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     tenants: dict[str, TenantStatus]
     waiting: int
     running: int
+    paused: int = 0
     kv_capacity_bytes: int
     engine: EngineStatus | None = None
     disk: DiskStatus | None = None

@@ -3,14 +3,23 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from mlxd.scheduler.config import TenantConfig
+from mlxd.scheduler.errors import RejectedError
 from mlxd.scheduler.events import RequestKey
+from mlxd.scheduler.intake import RETRY_MS
+from mlxd.scheduler.retention import Retention
 from mlxd.scheduler.stream import Stream
 
 
 class OpenStreams:
-    """By key, counted by tenant; some of them have lost their reader."""
+    """By key, counted by tenant; some of them have lost their reader.
 
-    def __init__(self) -> None:
+    Attributes:
+        paused: those that wait for their reader.
+    """
+
+    def __init__(self, paused: Retention) -> None:
+        self.paused = paused
         self._streams: dict[RequestKey, Stream] = {}
         self._num_of: Counter[str] = Counter()
         self._unread_since: dict[RequestKey, float] = {}
@@ -27,8 +36,12 @@ class OpenStreams:
     def get(self, key: RequestKey) -> Stream | None:
         return self._streams.get(key)
 
-    def num_of(self, tenant: str) -> int:
-        return self._num_of[tenant]
+    def check_room(self, tenant: TenantConfig) -> None:
+        """Raises RejectedError. The engine judges queues exactly; this bounds what it has not seen yet."""
+        limit = tenant.max_running + tenant.max_waiting
+        if self._num_of[tenant.name] >= limit:
+            message = f"tenant {tenant.name!r} has {limit} requests open already"
+            raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
 
     def add(self, stream: Stream) -> None:
         assert stream.key not in self._streams, "an id is of one request at a time"
@@ -39,6 +52,7 @@ class OpenStreams:
         del self._streams[stream.key]
         self._num_of[stream.key.tenant] -= 1
         self._unread_since.pop(stream.key, None)
+        self.paused.discard(stream)
 
     def lost_reader(self, stream: Stream, now: float) -> None:
         """To be called in the order of `now`; nothing for one that has ended."""

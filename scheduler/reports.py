@@ -57,6 +57,7 @@ def status_reply(
         tenants=tenants,
         waiting=at.waiting if sees_all else tenants[asker.name].waiting,
         running=at.running if sees_all else tenants[asker.name].running,
+        paused=at.paused if sees_all else tenants[asker.name].paused,
         kv_capacity_bytes=at.kv_capacity_bytes,
         engine=_engine_status(at, now) if sees_all else None,
         disk=_disk_status(config.cache.disk, at.disk) if sees_all else None,
@@ -100,6 +101,7 @@ def _tenant_status(gauges: TenantGauges, generated_tokens: int, sees_service: bo
     return wire.TenantStatus(
         waiting=gauges.waiting,
         running=gauges.running,
+        paused=gauges.paused,
         kv_reserved_bytes=gauges.kv_reserved_bytes,
         service=gauges.service if sees_service else None,
         generated_tokens=generated_tokens,

@@ -19,13 +19,16 @@ class RequestState(Enum):
     RUNNING = auto()
     PREEMPTED = auto()
     """Lost its pages and keeps its tokens; runs again by recomputing them."""
+    PAUSED = auto()
+    """The same, but not queued: its client is behind in reading what it drew."""
     FINISHED = auto()
 
 
 _ALLOWED = {
-    RequestState.WAITING: {RequestState.RUNNING, RequestState.FINISHED},
-    RequestState.RUNNING: {RequestState.PREEMPTED, RequestState.FINISHED},
-    RequestState.PREEMPTED: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.WAITING: {RequestState.RUNNING, RequestState.PAUSED, RequestState.FINISHED},
+    RequestState.RUNNING: {RequestState.PREEMPTED, RequestState.PAUSED, RequestState.FINISHED},
+    RequestState.PREEMPTED: {RequestState.RUNNING, RequestState.PAUSED, RequestState.FINISHED},
+    RequestState.PAUSED: {RequestState.PREEMPTED, RequestState.FINISHED},
     RequestState.FINISHED: set(),
 }
 
@@ -52,10 +55,12 @@ class Request:
         num_cached: prompt positions among them that came out of the prefix cache.
         chain: its tokens' pages as the prefix cache knows them; None until it enters or where there is none.
         stops: positions, in order, at which a chunk of its row ends besides the multiples of the chunk size.
+        pays_again: its client made it lose its row, so what is computed again is charged again.
         priority: its class. `level`: the one it is served in, which ageing raises.
         deadline: when it ends as expired, on the engine's clock; None: never.
         blocked_since: when it was first picked and found no pages.
-        entered_at, entered_step: when it last entered the batch. `entered_output`: tokens drawn before that.
+        entered_step: when it last entered the batch. `entered_output`: tokens drawn before that.
+        entered_at: the same in seconds, but for returns from a pause.
     """
 
     number: int
@@ -77,6 +82,7 @@ class Request:
     chain: PageChain | None = None
     stops: tuple[int, ...] = ()
     num_preemptions: int = 0
+    pays_again: bool = False
     priority: Priority = Priority.NORMAL
     level: int = Priority.NORMAL
     deadline: float | None = None

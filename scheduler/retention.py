@@ -1,7 +1,8 @@
-"""Ended requests that can be told again."""
+"""Requests that are kept for their readers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mlxd.scheduler.events import RequestKey
 from mlxd.scheduler.stream import Stream
@@ -13,37 +14,43 @@ _LOGPROB_BYTES = 104
 take on the wire."""
 
 
+class _Kept(NamedTuple):
+    stream: Stream
+    since: float
+    num_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class _Shelf:
-    """One tenant's streams with the times at which they ended, oldest first."""
+    """One tenant's streams, oldest first."""
 
-    kept: dict[RequestKey, tuple[Stream, float]] = field(default_factory=dict)
+    kept: dict[RequestKey, _Kept] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def add(self, stream: Stream, ended_at: float) -> None:
-        assert stream.key not in self.kept, "an id is used again only once it is forgotten"
-        self.kept[stream.key] = stream, ended_at
-        self.num_bytes += _size(stream)
+    def add(self, kept: _Kept) -> None:
+        assert kept.stream.key not in self.kept, "an id is used again only once it is forgotten"
+        self.kept[kept.stream.key] = kept
+        self.num_bytes += kept.num_bytes
 
-    def take_oldest(self) -> Stream:
-        stream, _ = self.kept.pop(next(iter(self.kept)))
-        self.num_bytes -= _size(stream)
-        return stream
+    def take(self, key: RequestKey) -> _Kept:
+        kept = self.kept.pop(key)
+        self.num_bytes -= kept.num_bytes
+        return kept
 
     @property
-    def oldest_ended_at(self) -> float:
-        return next(iter(self.kept.values()))[1]
+    def oldest(self) -> _Kept:
+        return next(iter(self.kept.values()))
 
 
 class Retention:
-    """Keeps ended streams for a time; where they are too many bytes, who holds most gives up its oldest.
+    """Keeps streams for a time; where they are too many bytes, who holds most gives up its oldest.
 
     So no tenant can push out what another one holds within an equal part. The newest stream stays in any
     case: its reader may not have got all of it yet.
 
     Args:
-        max_age_s, max_bytes: of each, and of all together.
-        on_drop: told of each stream that is kept no more.
+        max_age_s, max_bytes: of each, and of all together as they are when they come.
+        on_drop: told of each stream that is given up.
     """
 
     def __init__(self, max_age_s: float, max_bytes: int, on_drop: Callable[[Stream], None]) -> None:
@@ -59,33 +66,42 @@ class Retention:
     def get(self, key: RequestKey) -> Stream | None:
         shelf = self._shelves.get(key.tenant)
         kept = shelf and shelf.kept.get(key)
-        return kept[0] if kept else None
+        return kept.stream if kept else None
 
-    def add(self, stream: Stream, ended_at: float) -> None:
-        """Streams come in the order in which they ended."""
-        self._shelves.setdefault(stream.key.tenant, _Shelf()).add(stream, ended_at)
-        self._num_bytes += _size(stream)
+    def add(self, stream: Stream, since: float) -> None:
+        """Streams come in the order of `since`."""
+        newest = _Kept(stream, since, _size(stream))
+        self._shelves.setdefault(stream.key.tenant, _Shelf()).add(newest)
+        self._num_bytes += newest.num_bytes
         while self._num_bytes > self._max_bytes and len(self) > 1:
-            self._drop_oldest(max(self._shelves, key=lambda tenant: self._bytes_before(tenant, stream)))
+            self._drop_oldest(max(self._shelves, key=lambda tenant: self._bytes_before(tenant, newest)))
 
-    def _bytes_before(self, tenant: str, newest: Stream) -> int:
+    def _bytes_before(self, tenant: str, newest: _Kept) -> int:
         """What a tenant holds besides the newest stream of all."""
-        shelf = self._shelves[tenant]
-        return shelf.num_bytes - (_size(newest) if tenant == newest.key.tenant else 0)
+        is_own = tenant == newest.stream.key.tenant
+        return self._shelves[tenant].num_bytes - (newest.num_bytes if is_own else 0)
+
+    def discard(self, stream: Stream) -> None:
+        """Keep it no more, if it was kept; nobody is told."""
+        if self.get(stream.key) is stream:
+            self._take(stream.key)
 
     def expire(self, now: float) -> None:
         """Drop those whose time is over."""
         for tenant, shelf in tuple(self._shelves.items()):
-            while shelf.kept and now - shelf.oldest_ended_at >= self._max_age_s:
+            while shelf.kept and now - shelf.oldest.since >= self._max_age_s:
                 self._drop_oldest(tenant)
 
     def _drop_oldest(self, tenant: str) -> None:
-        shelf = self._shelves[tenant]
-        stream = shelf.take_oldest()
-        if not shelf.kept:
-            del self._shelves[tenant]
-        self._num_bytes -= _size(stream)
+        stream = self._shelves[tenant].oldest.stream
+        self._take(stream.key)
         self._on_drop(stream)
+
+    def _take(self, key: RequestKey) -> None:
+        shelf = self._shelves[key.tenant]
+        self._num_bytes -= shelf.take(key).num_bytes
+        if not shelf.kept:
+            del self._shelves[key.tenant]
 
 
 def _size(stream: Stream) -> int:

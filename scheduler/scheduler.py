@@ -1,5 +1,6 @@
 """From submissions to steps, and from their results to events. Pure: it is told the time."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from mlxd.scheduler.errors import RevokedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.fairness import FairnessMeter
 from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.paused import Paused
 from mlxd.scheduler.policy import make_policy
 from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.request import Request, RequestState, derive_seed
@@ -31,6 +33,7 @@ class Scheduler:
 
     Attributes:
         space, book, batch, fairness: KV memory, tenants, rows, and how they are shared; others only read.
+        paused: requests that wait for their clients.
         is_draining: refuse what is submitted from now on.
     """
 
@@ -80,6 +83,7 @@ class Scheduler:
         self._seed = seed
         self._recorder = recorder or NullRecorder()
         self._open: dict[RequestKey, Request] = {}
+        self.paused = Paused(self._open, batch=self.batch, book=self.book, admission=self._admission)
         self._next_step = Step(step_id=1)
         self._launched: deque[Step] = deque()
         self._tally = Tally()
@@ -91,7 +95,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._open) - len(self.batch)
+        return len(self._open) - len(self.batch) - len(self.paused)
 
     @property
     def num_steps(self) -> int:
@@ -171,7 +175,8 @@ class Scheduler:
 
     def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
         """Tell the end of every open request and touch nothing else: the rest of the state may be broken."""
-        requests, self._open = list(self._open.values()), {}
+        requests = list(self._open.values())
+        self._open.clear()
         for request in requests:
             self._recorder.request(_request_stats(request, "failed", now))
         return [Finished(request.key, "failed", request.usage, error_code, error) for request in requests]
@@ -197,6 +202,7 @@ class Scheduler:
         self.book.age(now)
         step = self._next_step
         step.planned_at = now
+        step.preempted += self.paused.settle(now)
         self.batch.plan(step, now)
         while step.hopeless:
             events.append(self._give_up(step.hopeless.pop(), now))
@@ -211,8 +217,13 @@ class Scheduler:
         return step.plan(scrub, self.batch.take_left(), restored, copies)
 
     def wakes_at(self, now: float) -> float | None:
-        """When, with no step launched, time alone lets a step be planned or ends a request; None: never."""
+        """When, with no step launched, time alone lets a step be planned or ends a request.
+
+        Infinite where all open requests are paused, which is no fault; None: never.
+        """
         times = [self._admission.ready_at(now), self._deadlines.next]
+        if self._open and len(self.paused) == len(self._open):
+            times.append(math.inf)
         return min((time for time in times if time is not None), default=None)
 
     def _give_up(self, request: Request, now: float) -> Finished:
@@ -261,9 +272,9 @@ class Scheduler:
             events.append(self._fail(request, result.fault, now))
             return
         request.output.append(result.token)
-        if request.last_token_at is None:
+        if request.first_token_at is None:
             request.first_token_at = now
-        else:
+        elif request.last_token_at is not None:
             self._tally.gaps_s.append(now - request.last_token_at)
         request.last_token_at = now
         self._tally.generated[request.tenant] += 1
@@ -285,7 +296,7 @@ class Scheduler:
         if had_row:
             self.batch.remove(request)
         else:
-            self.book.drop(request)
+            self.paused.drop(request)
         request.transition(RequestState.FINISHED)
         del self._open[request.key]
         self._deadlines.discard(request)

@@ -14,7 +14,7 @@ from mlxd.scheduler.config import CacheConfig, Config, TenantConfig
 from mlxd.scheduler.events import Event, Finished, Rejected, RequestKey, Tokens
 from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.tenants import Tenant
-from mlxd.scheduler.trace import Arrival, Machine, Trace
+from mlxd.scheduler.trace import Act, Arrival, Machine, Trace
 
 _NO_TOKEN = "0" * 64
 _SAMPLE_S = 1.0
@@ -80,7 +80,7 @@ class Simulation:
         self._cost = trace.cost
         self._watch = watch
         self._arrivals = deque(arrivals)
-        self._cancels: list[tuple[float, RequestKey]] = []
+        self._acts: list[tuple[float, Act, RequestKey]] = []
         self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._machine_free_at = 0.0
         self._arrived_at: dict[RequestKey, float] = {}
@@ -119,10 +119,20 @@ class Simulation:
             key = arrival.submission.key
             self._arrived_at[key] = arrival.submission.arrived_at
             events.append(self.scheduler.submit(arrival.submission))
-            if arrival.cancel_at is not None:
-                heappush(self._cancels, (arrival.cancel_at, key))
-        while self._cancels and self._cancels[0][0] <= self.now:
-            events += self.scheduler.cancel(heappop(self._cancels)[1], "cancelled", self.now)
+            for at, act in arrival.acts():
+                heappush(self._acts, (at, act, key))
+        while self._acts and self._acts[0][0] <= self.now:
+            _, act, key = heappop(self._acts)
+            self._do(act, key, events)
+
+    def _do(self, act: Act, key: RequestKey, events: list[Event]) -> None:
+        match act:
+            case Act.CANCEL:
+                events += self.scheduler.cancel(key, "cancelled", self.now)
+            case Act.PAUSE:
+                self.scheduler.paused.pause(key)
+            case Act.UNPAUSE:
+                self.scheduler.paused.unpause(key)
 
     def _launch(self, plan: StepPlan) -> None:
         result = self._cost.run(plan)
@@ -133,7 +143,7 @@ class Simulation:
     def _skip(self) -> None:
         """Nothing can be computed: on to what happens next."""
         times = [arrival.submission.arrived_at for arrival in list(self._arrivals)[:1]]
-        times += [at for at, _ in self._cancels[:1]]
+        times += [at for at, _, _ in self._acts[:1]]
         wakes_at = self.scheduler.wakes_at(self.now) if self.scheduler.num_open else None
         times += [] if wakes_at is None else [wakes_at]
         assert times or not self.scheduler.num_open, "requests are open and nothing happens any more"
@@ -191,10 +201,14 @@ def _info(machine: Machine, max_rows: int) -> RunnerInfo:
 
 def _bound(trace: Trace, arrivals: Sequence[Arrival]) -> float:
     """Of the gap between two competing tenants. Source: arXiv 2401.00588, theorem on backlogged clients."""
-    sent = [arrival.submission for arrival in arrivals]
-    prompt = max((len(submission.prompt) for submission in sent), default=0)
-    outputs = (
-        max((submission.sampling.max_tokens for submission in sent), default=0) * trace.scheduler.max_rows
-    )
+    most_drawn = max((arrival.submission.sampling.max_tokens for arrival in arrivals), default=0)
+    prompt = max((_longest_prefill(arrival) for arrival in arrivals), default=0)
+    outputs = most_drawn * trace.scheduler.max_rows
     cost = max(trace.scheduler.prompt_weight * prompt, trace.scheduler.output_weight * outputs)
     return 2 * cost / min(tenant.weight for tenant in trace.tenants)
+
+
+def _longest_prefill(arrival: Arrival) -> int:
+    """Positions that one row may be charged for; after a pause what it had drawn is among them."""
+    drawn = arrival.submission.sampling.max_tokens if arrival.pauses else 0
+    return len(arrival.submission.prompt) + drawn

@@ -13,9 +13,6 @@ from mlxd.scheduler.events import RequestKey
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.transcript import Transcript
 
-MAX_CHUNK_BYTES = 2**16
-"""More unsent text than this is told in several chunks."""
-
 
 def digest_of(message: wire.Generate) -> bytes:
     """What two messages share that ask for the same answer."""
@@ -33,6 +30,7 @@ class Stream:
         is_accepted: `accepted` may be told, and what follows it.
         answer: None until its prompt is tokenised and the engine has it.
         session: its reader; None where that went away, or has got all.
+        state: what it does, for its reader.
         seq: pieces that were sent to the reader.
         credit: bytes of chunks that the reader takes for now; None: no limit.
         end_as: as what it is to end, where somebody wants it to.
@@ -45,7 +43,7 @@ class Stream:
     is_whole: bool
     transcript: Transcript
     is_accepted: bool = False
-    state: Literal["waiting", "running"] = "waiting"
+    state: Literal["waiting", "running", "paused"] = "waiting"
     message: wire.Generate | None = None
     answer: Answer | None = None
     session: Session | None = None
@@ -62,8 +60,8 @@ class Stream:
 
     @property
     def unread_bytes(self) -> int:
-        """About what its reader was not sent yet; 0 where it has none, or takes the answer whole."""
-        if self.session is None or self.is_whole:
+        """About what its reader left unread of what it may be sent; none where it takes the answer whole."""
+        if self.session is None or self.is_whole or not self.is_accepted:
             return 0
         return self.transcript.bytes_from(self.seq)
 
@@ -79,19 +77,21 @@ class Stream:
             self.session.requests.discard(self.key)
             self.session = None
 
-    def next_message(self, *, has_room: bool) -> wire.Chunk | wire.Terminal | None:
+    def next_message(self, max_chunk_bytes: int) -> wire.Chunk | wire.Terminal | None:
         """What its reader is to be sent now.
 
         An end that is no `done` does not wait for room or credit: it may come before the last text.
+
+        Args:
+            max_chunk_bytes: 0 where the reader's connection has no room.
         """
         terminal = self.transcript.terminal
         if self.is_whole:
             return self.transcript.whole(terminal) if isinstance(terminal, wire.Done) else terminal
-        if has_room and (self.credit is None or self.credit > 0):
-            limit = MAX_CHUNK_BYTES if self.credit is None else min(MAX_CHUNK_BYTES, self.credit)
-            chunk = self.transcript.chunk(self.seq, limit)
-            if chunk is not None:
-                return chunk
+        limit = max_chunk_bytes if self.credit is None else min(max_chunk_bytes, self.credit)
+        chunk = self.transcript.chunk(self.seq, limit) if limit > 0 else None
+        if chunk is not None:
+            return chunk
         is_told = self.seq >= len(self.transcript)
         return terminal if is_told or not isinstance(terminal, wire.Done) else None
 

@@ -151,7 +151,7 @@ def status_tables(
             "tokens",
             f"{_generated(status)} generated" + ("" if pace is None else f", {pace:.1f} a second"),
         ),
-        ("rows", f"{status.running} running, {status.waiting} waiting"),
+        ("rows", f"{status.running} running, {status.waiting} waiting, {status.paused} paused"),
         ("KV capacity", show_bytes(status.kv_capacity_bytes)),
         *(() if status.engine is None else _engine(status.engine, details=details)),
         *((("disk", _disk(status.disk)),) if status.disk is not None else ()),
@@ -160,12 +160,13 @@ def status_tables(
     )
     tenants = table(
         "Tenants",
-        ("tenant", "running", "waiting", "tokens", "KV reserved", "service"),
+        ("tenant", "running", "waiting", "paused", "tokens", "KV reserved", "service"),
         (
             (
                 name,
                 str(tenant.running),
                 str(tenant.waiting),
+                str(tenant.paused),
                 str(tenant.generated_tokens),
                 show_bytes(tenant.kv_reserved_bytes),
                 "" if tenant.service is None else f"{tenant.service:.0f}",

@@ -26,6 +26,7 @@ class Tenant:
         is_held: whether a cap of its own kept its next request waiting when rows were given out last.
         queue: requests outside the batch.
         num_running, reserved_bytes: its rows, and what they reserve.
+        num_paused: its requests that neither run nor are queued.
         num_prefilling, prefill_left: its rows that prefill, and the positions they still have to compute.
         service: weighted tokens it was served, divided by its weight; moved by the policy alone.
         received: the same without what `service` was lifted by.
@@ -41,6 +42,7 @@ class Tenant:
     bucket: TokenBucket | None = None
     queue: TenantQueue = field(default_factory=TenantQueue)
     num_running: int = 0
+    num_paused: int = 0
     reserved_bytes: int = 0
     num_prefilling: int = 0
     prefill_left: int = 0
@@ -90,11 +92,13 @@ class Tenant:
         self.prefill_left -= request.prefill_left
         self.num_prefilling -= request.prefill_left > 0
         if self.bucket is not None:
-            to_come = request.num_inflight if request.state is RequestState.PREEMPTED else 0
+            to_come = 0 if request.state is RequestState.RUNNING else request.num_inflight
             self.bucket.release(request.quota - to_come)
 
     def gauges(self) -> TenantGauges:
-        return TenantGauges(len(self.queue), self.num_running, self.reserved_bytes, self.service)
+        return TenantGauges(
+            len(self.queue), self.num_running, self.reserved_bytes, self.service, self.num_paused
+        )
 
 
 class TenantBook:
@@ -104,6 +108,7 @@ class TenantBook:
         queued: tenants with a queue, by name, in the order in which they became so.
         reserves: pages kept for tenants.
         waiting: queued requests of each class, their own and not the one that ageing raised them to.
+        num_paused: requests of all tenants that neither run nor are queued.
         touched: names of tenants whose live state changed; whoever publishes it empties it.
     """
 
@@ -115,6 +120,7 @@ class TenantBook:
         self._promisable = space.room
         self._ageing = Ageing(scheduler.ageing_s)
         self.waiting = [0] * len(Priority)
+        self.num_paused = 0
         self.queued: dict[str, Tenant] = {}
         self.update(configs, (), 0.0)
 
@@ -132,7 +138,8 @@ class TenantBook:
             else:
                 tenant.update(c, self._reservable_bytes, now)
             self._tenants[c.name] = tenant
-        assert not any(gone.queue or gone.num_running for gone in before.values()), "its requests have ended"
+        has_requests = any(gone.queue or gone.num_running or gone.num_paused for gone in before.values())
+        assert not has_requests, "its requests have ended"
         self.reserves = Reserves({c.name: c.kv_reserve for c in configs}, self._promisable)
         for request in requests:
             self._hold(request)
@@ -184,6 +191,18 @@ class TenantBook:
             del self.queued[tenant.name]
         self.touched.add(tenant.name)
 
+    def pause(self, request: Request) -> None:
+        """A request that has no row and is not queued is kept so."""
+        self._count_paused(request, 1)
+
+    def unpause(self, request: Request) -> None:
+        self._count_paused(request, -1)
+
+    def _count_paused(self, request: Request, change: int) -> None:
+        self._tenants[request.tenant].num_paused += change
+        self.num_paused += change
+        self.touched.add(request.tenant)
+
     def age(self, now: float) -> None:
         """Raise the first requests of lanes that have waited too long for those of higher classes."""
         for level in range(self.best_waiting + 1, len(Priority)):
@@ -200,6 +219,8 @@ class TenantBook:
         tenant = self._tenants[request.tenant]
         if request in tenant.queue:
             self.dequeue(request)
+        elif request.state is RequestState.PAUSED:
+            self.unpause(request)
         if tenant.bucket is not None:
             tenant.bucket.release(request.num_inflight)
 

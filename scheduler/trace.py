@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum, auto
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -55,12 +56,29 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     patience_s: Seconds = 10.0
 
 
+class Act(IntEnum):
+    """What a client does to its open request."""
+
+    CANCEL = auto()
+    PAUSE = auto()
+    UNPAUSE = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """`cancel_at`: when its client gives up; None: never."""
+    """`cancel_at`: when its client gives up; None: never. `pauses`: from when to when it reads nothing."""
 
     submission: Submission
     cancel_at: float | None = None
+    pauses: tuple[tuple[float, float], ...] = ()
+
+    def acts(self) -> Iterator[tuple[float, Act]]:
+        """What its client does later, and when."""
+        if self.cancel_at is not None:
+            yield self.cancel_at, Act.CANCEL
+        for start, end in self.pauses:
+            yield start, Act.PAUSE
+            yield end, Act.UNPAUSE
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,4 +187,4 @@ def _prompt(num_tokens: int) -> tuple[int, ...]:
 
 def _numbered(arrival: Arrival, number: int) -> Arrival:
     key = arrival.submission.key._replace(request_id=str(number))
-    return Arrival(replace(arrival.submission, key=key), arrival.cancel_at)
+    return replace(arrival, submission=replace(arrival.submission, key=key))

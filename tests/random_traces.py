@@ -1,10 +1,12 @@
 """Traces for the scheduler's properties, each from a seed."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
 
 from mlxd.scheduler.config import SchedulerConfig, TenantLimits
 from mlxd.scheduler.priority import PriorityName
-from mlxd.scheduler.trace import Load, Machine, Trace
+from mlxd.scheduler.trace import Arrival, Load, Machine, Trace
 
 CLASSES: tuple[PriorityName, ...] = ("interactive", "normal", "batch")
 KV_TOKENS = 1024
@@ -45,10 +47,32 @@ def random_trace(
     )
 
 
+def with_pauses(arrivals: Iterable[Arrival], seed: int) -> list[Arrival]:
+    """Half of the clients stop reading up to three times, for up to five seconds each."""
+    random = Random(seed)
+    return [replace(each, pauses=_pauses(random, each.submission.arrived_at)) for each in arrivals]
+
+
+def _pauses(random: Random, at: float) -> tuple[tuple[float, float], ...]:
+    made = []
+    for _ in range(random.choice([0, 0, 1, 3])):
+        start = at + random.uniform(0, 3)
+        at = start + random.uniform(0, 5)
+        made.append((start, at))
+    return tuple(made)
+
+
 def _tenant(random: Random, name: str, num_tenants: int, *, caps: bool) -> TenantLimits:
     weight = random.choice([0.5, 1.0, 1.0, 4.0])
     if not caps or random.random() < 0.4:
-        return TenantLimits(name=name, weight=weight, max_waiting=10_000, max_priority="interactive")
+        max_prefilling = 2 if caps else 1024
+        return TenantLimits(
+            name=name,
+            weight=weight,
+            max_waiting=10_000,
+            max_priority="interactive",
+            max_prefilling=max_prefilling,
+        )
     return TenantLimits(
         name=name,
         weight=weight,

@@ -64,8 +64,10 @@ class Scraped:
 
 
 def balance(scraped: Scraped) -> tuple[float, float]:
-    accounted = ("mlxd_requests_total", "mlxd_requests_running", "mlxd_requests_waiting")
-    return scraped.total("mlxd_requests_accepted_total"), sum(map(scraped.total, accounted))
+    accounted = ("total", "running", "waiting", "paused")
+    return scraped.total("mlxd_requests_accepted_total"), sum(
+        scraped.total(f"mlxd_requests_{state}") for state in accounted
+    )
 
 
 def told(recorder: PrometheusRecorder) -> Scraped:

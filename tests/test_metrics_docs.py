@@ -95,7 +95,7 @@ def test_the_documented_series_budget_holds() -> None:
         return sum(len(metric.samples) for metric in exported(recorder))
 
     per_tenant = (num_series(60) - num_series(10)) / 50
-    assert per_tenant == 69 + 1, "69, and one rejection reason"
+    assert per_tenant == 70 + 1, "70, and one rejection reason"
     assert num_series(50) - 50 * per_tenant == pytest.approx(210, abs=30)
     assert num_series(50) == pytest.approx(3700, abs=100)
 

@@ -21,6 +21,7 @@ SENTENCE = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. 
 ZERO_WHEN_IDLE = (
     "mlxd_requests_running",
     "mlxd_requests_waiting",
+    "mlxd_requests_paused",
     "mlxd_rows_prefilling",
     "mlxd_prefill_tokens_left",
     "mlxd_tenant_kv_reserved_bytes",
@@ -111,7 +112,10 @@ def unbalanced(scraped: Scraped) -> dict[str, tuple[int, int]]:
     """Tenant -> (accepted, accounted for), where the two differ."""
     accepted = scraped.by("tenant", "mlxd_requests_accepted_total")
     accounted = sum(
-        (scraped.by("tenant", f"mlxd_requests_{state}") for state in ("total", "running", "waiting")),
+        (
+            scraped.by("tenant", f"mlxd_requests_{state}")
+            for state in ("total", "running", "waiting", "paused")
+        ),
         start=type(accepted)(),
     )
     return {
@@ -120,7 +124,7 @@ def unbalanced(scraped: Scraped) -> dict[str, tuple[int, int]]:
 
 
 def open_requests(scraped: Scraped, tenant: str) -> int:
-    states = (scraped.by("tenant", f"mlxd_requests_{state}") for state in ("running", "waiting"))
+    states = (scraped.by("tenant", f"mlxd_requests_{state}") for state in ("running", "waiting", "paused"))
     return sum(state[tenant] for state in states)
 
 
@@ -143,7 +147,7 @@ def num_slow(daemon: DaemonProcess) -> float:
 
 
 def test_rogue_clients_cost_the_others_nothing(model: Path, tmp_path: Path) -> None:
-    config = process_config(tmp_path, model, server={"max_client_buffer_bytes": 65_536})
+    config = process_config(tmp_path, model, server={"max_client_buffer_bytes": 65_536, "retention_s": 2})
     at = (config.server.submit, config.server.control)
     with daemon_process(tmp_path, config) as daemon, ThreadPoolExecutor(5) as pool:
         undisturbed = ask_alone(daemon)

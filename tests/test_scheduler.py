@@ -370,9 +370,10 @@ def test_ending_all_ends_waiting_and_running_ones_and_leaves_nothing_behind() ->
 @pytest.mark.parametrize(
     ("start", "allowed"),
     [
-        (RequestState.WAITING, {RequestState.RUNNING, RequestState.FINISHED}),
-        (RequestState.RUNNING, {RequestState.PREEMPTED, RequestState.FINISHED}),
-        (RequestState.PREEMPTED, {RequestState.RUNNING, RequestState.FINISHED}),
+        (RequestState.WAITING, {RequestState.RUNNING, RequestState.PAUSED, RequestState.FINISHED}),
+        (RequestState.RUNNING, {RequestState.PREEMPTED, RequestState.PAUSED, RequestState.FINISHED}),
+        (RequestState.PREEMPTED, {RequestState.RUNNING, RequestState.PAUSED, RequestState.FINISHED}),
+        (RequestState.PAUSED, {RequestState.PREEMPTED, RequestState.FINISHED}),
         (RequestState.FINISHED, set()),
     ],
 )

@@ -5,7 +5,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from random_traces import random_trace
+from random_traces import random_trace, with_pauses
 
 from mlxd.batching.plan import StepPlan
 from mlxd.scheduler.config import TenantLimits
@@ -33,6 +33,8 @@ class Judge:
         self._trace = trace
         self._limits = {tenant.name: tenant for tenant in trace.tenants}
         self._least_ahead: dict[str, float] = dict.fromkeys(self._limits, inf)
+        self._charged: dict[RequestKey, int] = {}
+        self._prompts: Counter[str] = Counter()
         self._admissible: set[RequestKey] = set()
         self.plans: list[list[tuple[int, int, int]]] = []
         self.largest_gap = 0.0
@@ -42,7 +44,7 @@ class Judge:
             decoded = [(entry.row.row_id, entry.position, -1) for entry in plan.decode]
             self.plans.append([*decoded, *((c.row.row_id, c.start, c.end) for c in plan.prefill)])
         self._check_caps(simulation)
-        self._check_no_row_is_idle(simulation)
+        self._check_no_row_is_idle(simulation, plan)
         simulation.scheduler.space.check_integrity()
         gap = simulation.scheduler.fairness.gap(simulation.competing())
         self.largest_gap = max(self.largest_gap, gap)
@@ -53,6 +55,8 @@ class Judge:
         reserved: Counter[str] = Counter()
         for request in scheduler.batch._running.values():
             reserved[request.tenant] += sum(request.worst_case.pages)
+            self._prompts[request.tenant] += request.num_charged - self._charged.get(request.key, 0)
+            self._charged[request.key] = request.num_charged
         num_pages = scheduler.space.plan.groups[0].num_pages
         assert sum(running.values()) <= self._trace.scheduler.max_rows
         kept = sum(
@@ -66,24 +70,31 @@ class Judge:
             assert reserved[tenant.name] <= limits.kv_share * num_pages
             if limits.max_priority == "batch":
                 assert all(request.priority == 2 for lane in tenant.queue.lanes for request in lane)
-            self._check_rate(tenant, limits, simulation.now)
+            self._check_rate(tenant, limits, simulation)
 
-    def _check_rate(self, tenant: Tenant, limits: TenantLimits, now: float) -> None:
+    def _check_rate(self, tenant: Tenant, limits: TenantLimits, simulation: Simulation) -> None:
         """Used tokens less those a steady rate had allowed never rise by more than a minute's worth."""
         if limits.tokens_per_minute is None or tenant.bucket is None:
             return
+        now = simulation.now
         assert 0 <= tenant.bucket.held <= tenant.bucket.level_at(now) + 1e-6
-        ahead = tenant.received * tenant.weight - limits.tokens_per_minute * now / 60
+        used = self._prompts[tenant.name] + simulation.record.tenants[tenant.name].generated
+        ahead = used - limits.tokens_per_minute * now / 60
         self._least_ahead[tenant.name] = min(self._least_ahead[tenant.name], ahead)
         assert ahead - self._least_ahead[tenant.name] <= limits.tokens_per_minute + 1e-6
 
-    def _check_no_row_is_idle(self, simulation: Simulation) -> None:
+    def _check_no_row_is_idle(self, simulation: Simulation, plan: StepPlan | None) -> None:
         """Whoever might have entered after the last planning, and still might, was passed over for nothing.
 
         Within a planning a tenant may come below its `max_prefilling` only after rows were given out.
         """
         before, self._admissible = self._admissible, self._find_admissible(simulation)
-        assert not before & self._admissible, "waits beside a free row"
+        ends = {chunk.row.row_id: chunk.end for chunk in plan.prefill} if plan is not None else {}
+        book, running = simulation.scheduler.book, simulation.scheduler.batch._running
+        prefilled = Counter(r.tenant for row_id, r in running.items() if ends.get(row_id) == r.prefill_end)
+        for key in before & self._admissible:
+            num_prefilling = book[key.tenant].num_prefilling + prefilled[key.tenant]
+            assert num_prefilling >= self._limits[key.tenant].max_prefilling, "waits beside a free row"
 
     def _find_admissible(self, simulation: Simulation) -> set[RequestKey]:
         scheduler = simulation.scheduler
@@ -121,15 +132,15 @@ class Judge:
         )
 
 
-def run(trace: Trace) -> tuple[Record, Judge]:
-    judge = Judge(trace)
-    return Simulation(trace, trace.arrivals(HERE), judge).run(), judge
+def run(trace: Trace, *, pauses: bool = False) -> tuple[Record, Judge]:
+    judge, arrivals = Judge(trace), trace.arrivals(HERE)
+    return Simulation(trace, with_pauses(arrivals, trace.seed) if pauses else arrivals, judge).run(), judge
 
 
-def check_anything_goes(seed: int) -> None:
+def check_anything_goes(seed: int, *, pauses: bool = False) -> None:
     """Caps, classes, cancels: every request ends once, and the judge sees every step."""
     trace = random_trace(seed)
-    record, _ = run(trace)
+    record, _ = run(trace, pauses=pauses)
     ended = Counter(
         name
         for name, tenant in record.tenants.items()
@@ -140,10 +151,10 @@ def check_anything_goes(seed: int) -> None:
     assert outcomes <= {"stop", "length", "cancelled"}, seed
 
 
-def check_fairness(seed: int) -> None:
+def check_fairness(seed: int, *, pauses: bool = False) -> None:
     """No caps and one class: the gap of competing tenants stays within the bound, at every step."""
     trace = random_trace(seed, caps=False, classes=False)
-    record, judge = run(trace)
+    record, judge = run(trace, pauses=pauses)
     assert judge.largest_gap <= record.bound, seed
 
 
@@ -166,6 +177,13 @@ def test_no_row_is_idle_beside_admissible_work_and_no_cap_is_exceeded(first: int
 def test_the_gap_between_competing_tenants_stays_within_the_bound(first: int) -> None:
     for seed in range(first, first + BLOCK):
         check_fairness(seed)
+
+
+@default_blocks
+def test_all_of_it_holds_with_clients_that_stop_reading_and_go_on(first: int) -> None:
+    for seed in range(first, first + BLOCK):
+        check_anything_goes(seed, pauses=True)
+        check_fairness(seed, pauses=True)
 
 
 def test_fair_serves_as_many_requests_in_a_time_as_fcfs() -> None:
@@ -202,8 +220,9 @@ def test_a_reload_that_changes_nothing_changes_nothing(seed: int) -> None:
 @all_blocks
 def test_ten_thousand_traces_hold(first: int) -> None:
     for seed in range(first, first + BLOCK):
-        check_anything_goes(seed)
-        check_fairness(seed)
+        for pauses in (False, True):
+            check_anything_goes(seed, pauses=pauses)
+            check_fairness(seed, pauses=pauses)
 
 
 @pytest.mark.slow

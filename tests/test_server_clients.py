@@ -138,7 +138,7 @@ def test_ping_is_the_schedulers_own_answer(tmp_path: Path) -> None:
 
 def test_a_client_that_never_reads_loses_its_requests_alone(tmp_path: Path) -> None:
     with (
-        daemon(tmp_path, runner=runner(0.0005), max_client_buffer_bytes=4096) as served,
+        daemon(tmp_path, runner=runner(0.0005), max_client_buffer_bytes=4096, retention_s=1.0) as served,
         served.submit("acme", rcvhwm=1) as slow,
         served.client("beta") as client,
     ):

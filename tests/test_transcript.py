@@ -107,6 +107,35 @@ def test_the_oldest_go_first_by_age_and_by_size() -> None:
     assert dropped[-1] is large
 
 
+def test_what_is_taken_back_counts_no_more_and_nobody_is_told() -> None:
+    dropped: list[Stream] = []
+    kept = Retention(10.0, 4_000, dropped.append)
+    streams = [stream(number) for number in range(4)]
+    for each in streams[:3]:
+        kept.add(each, 0.0)
+    kept.discard(streams[1])
+    kept.discard(streams[1])
+    kept.discard(stream(2))
+    kept.add(streams[3], 1.0)
+    assert (len(kept), dropped) == (3, [])
+    kept.expire(20.0)
+    assert (len(kept), dropped) == (0, [streams[0], streams[2], streams[3]])
+
+
+def test_a_stream_that_grew_since_it_came_takes_back_what_it_came_with() -> None:
+    dropped: list[Stream] = []
+    kept = Retention(10.0, 4_000, dropped.append)
+    grown = stream(0)
+    kept.add(grown, 0.0)
+    grown.transcript.add("x" * 2_000, (1,))
+    kept.discard(grown)
+    for number in range(1, 4):
+        kept.add(stream(number), 1.0)
+    assert dropped == []
+    kept.add(stream(4), 1.0)
+    assert len(dropped) == 1
+
+
 @pytest.mark.parametrize("num_top", [None, 0, 5, 20])
 def test_what_is_kept_takes_about_as_much_memory_as_is_counted(num_top: int | None) -> None:
     def answer(number: int) -> Stream:

@@ -1,0 +1,51 @@
+"""The least that a decode step can take: what it must read, at the rate at which MLX reads."""
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxd.caches.kinds import Layer, group_specs
+
+_ON_GPU_BYTES, _ON_CPU_BYTES = 2**32, 2**28
+_REPEATS = 9
+_MODEL_PAGE = 64
+
+
+def on_cpu() -> bool:
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def read_rate() -> float:
+    """Bytes a second that MLX's sum over one large array reads, at best."""
+    size = (_ON_CPU_BYTES if on_cpu() else _ON_GPU_BYTES) // 4
+    values = mx.ones((size,), mx.float32)
+    mx.eval(values)
+    times = []
+    for _ in range(_REPEATS):
+        begun = time.perf_counter()
+        mx.eval(values.sum())
+        times.append(time.perf_counter() - begun)
+    rate = values.nbytes / min(times)
+    del values
+    mx.clear_cache()
+    return rate
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Of the parameters that a step reads whole: an embedding that is not the head, too, gives a few rows."""
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    has_head = any(name.startswith("lm_head.") for name, _ in parameters)
+    return sum(array.nbytes for name, array in parameters if not (has_head and "embed_tokens." in name))
+
+
+def live_bytes(layers: Sequence[Layer], lengths: Sequence[float]) -> float:
+    """Keys and values that rows of these lengths attend to; those outside a window are not read."""
+    return sum(
+        spec.state_bytes or spec.bytes_per_token * min(length, spec.window or length)
+        for spec in group_specs(layers, _MODEL_PAGE)
+        for length in lengths
+    )

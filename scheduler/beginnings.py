@@ -1,0 +1,62 @@
+"""Requests on their way to the engine."""
+
+import asyncio
+from collections.abc import Callable
+
+from mlxd.scheduler.engine import Engine
+from mlxd.scheduler.errors import MlxdError
+from mlxd.scheduler.intake import Intake, Served
+from mlxd.scheduler.open_streams import OpenStreams
+from mlxd.scheduler.stream import Stream
+
+
+class Beginnings:
+    """Has prompts tokenised and hands the requests to the engine; runs on the asyncio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        streams: OpenStreams,
+        *,
+        on_refused: Callable[[Stream, MlxdError], None],
+        on_unwanted: Callable[[Stream], None],
+    ) -> None:
+        """
+        Args:
+            on_refused: told of an open stream that the engine did not get, and why.
+            on_unwanted: told of one that nobody will read.
+        """
+        self._engine = engine
+        self._streams = streams
+        self._on_refused = on_refused
+        self._on_unwanted = on_unwanted
+        self._intake = Intake()
+        self._begun: set[asyncio.Task[None]] = set()
+
+    def begin(self, stream: Stream, served: Served) -> None:
+        """`stream` is open and has its message."""
+        now = asyncio.get_running_loop().time()
+        stream.sent_at = now
+        task = asyncio.create_task(self._submit(stream, served, now))
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+
+    async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
+        try:
+            submission = await self._intake.prepare(stream, served, arrived_at)
+            if stream not in self._streams:
+                return
+            if not stream.is_wanted:
+                self._on_unwanted(stream)
+                return
+            self._engine.submit(submission)
+        except MlxdError as error:
+            if stream in self._streams:
+                self._on_refused(stream, error)
+            return
+        if stream.end_as:
+            self._engine.cancel(stream.key, stream.end_as)
+
+    def close(self) -> None:
+        """Tokenise nothing more."""
+        self._intake.close()

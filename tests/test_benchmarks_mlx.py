@@ -1,0 +1,98 @@
+"""What benchmarks take for the floor of a step, and that a wrong step is not timed."""
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from floor import live_bytes, weights_bytes
+from models import BenchModel, load, make_runner, random_model
+from reference import check
+from sides import MlxLm, Scheduled
+from traffic import poisson, serve
+
+from mlxd.batching.attention import InPlace
+from mlxd.batching.memory import layers_of
+from mlxd.batching.mlx_runner import MlxRunner
+
+SMALL = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+
+
+def test_a_step_reads_all_weights_but_an_embedding_beside_a_head() -> None:
+    tied, untied = (random_model(SMALL | {"tie_word_embeddings": is_tied}) for is_tied in (True, False))
+    assert weights_bytes(tied) == weights_bytes(untied)
+
+
+def test_a_step_reads_no_position_outside_a_window() -> None:
+    gemma = load("gemma3-tiny")
+    layers = layers_of(gemma.model)
+    position = 2 * 2 * 64 * 4  # keys and values, heads, width, float32
+    sliding, full = 5, 1
+    assert live_bytes(layers, [50]) == 6 * 50 * position
+    assert live_bytes(layers, [100, 300]) == position * (full * 400 + sliding * 2 * 64)
+
+
+@pytest.fixture(scope="module")
+def bench() -> BenchModel:
+    return load("tiny")
+
+
+@pytest.fixture(scope="module")
+def runner(bench: BenchModel) -> MlxRunner:
+    return make_runner(
+        bench, max_rows=3, max_model_len=128, page_size=16, chunk=64, attention="in_place", compile="off"
+    )
+
+
+def test_a_twin_has_the_same_arrays_in_other_modules(bench: BenchModel) -> None:
+    twin = bench.twin()
+    assert twin.model.layers[0].mlp is not bench.model.model.layers[0].mlp
+    assert twin.model.layers[0].mlp.up_proj.weight is bench.model.model.layers[0].mlp.up_proj.weight
+
+
+def test_a_right_step_is_near_float32(bench: BenchModel, runner: MlxRunner) -> None:
+    line = check(bench, runner, 3, 70)
+    assert line["rows"] == 3
+    assert line["mlxd"] < 1e-4
+
+
+def test_a_wrong_step_ends_the_benchmark(
+    bench: BenchModel, runner: MlxRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = InPlace.attend
+    monkeypatch.setattr(InPlace, "attend", lambda *arguments: 1.5 * attend(*arguments))
+    with pytest.raises(SystemExit, match="tiny: log-probabilities are off by"):
+        check(bench, runner, 3, 70)
+
+
+def test_the_reference_leaves_the_weights_as_they_were(bench: BenchModel, runner: MlxRunner) -> None:
+    packed = BenchModel("tiny", bench.twin(), bench.vocab_size)
+    packed.model.set_dtype(mx.bfloat16)
+    check(packed, runner, 1, 20)
+    assert packed.model.model.norm.weight.dtype == mx.bfloat16
+
+
+def test_both_engines_serve_the_same_arrivals_to_their_end(bench: BenchModel, runner: MlxRunner) -> None:
+    arrivals = poisson(6, 200.0, 20, 5, bench.vocab_size, seed=3)
+    for side in (Scheduled(runner, 3, prefill_ms=50.0), MlxLm(bench, 3)):
+        served = serve(side, arrivals, 3)
+        assert [len(times) for times in served.tokens_at] == [each.num_tokens for each in arrivals]
+
+
+def test_packed_shapes_are_packed() -> None:
+    layer = load("tiny-4bit").model.model.layers[0].mlp.up_proj
+    assert isinstance(layer, nn.QuantizedLinear)
+    assert (layer.bits, layer.group_size) == (4, 64)
