@@ -143,8 +143,8 @@ def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
 
 
 def _device_ms(line: Line) -> float:
-    """Without one graph a step, launching goes on while the device computes: no part of it is the host's."""
-    return float(line["wait_ms"] + (0.0 if line["one_graph"] else line["launch_ms"]))
+    """Where a step is not one graph, launching goes on while the device computes: processor time then."""
+    return float(line["wait_ms"] if line["one_graph"] else line["cpu_ms"])
 
 
 def _of_kind(lines: Sequence[Line], *kinds: str) -> list[Line]:

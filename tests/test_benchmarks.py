@@ -188,7 +188,15 @@ DRAWN = {
     ],
     "breakdown": [
         SIDES
-        | {"kind": kind, "part": part, "one_graph": True, "build_ms": 1.0, "launch_ms": 1.0, "wait_ms": 3.0}
+        | {
+            "kind": kind,
+            "part": part,
+            "one_graph": True,
+            "build_ms": 1.0,
+            "launch_ms": 1.0,
+            "wait_ms": 3.0,
+            "cpu_ms": 4.0,
+        }
         for kind in ("whole", "part")
         for part in ("products", "attention", "sampling, greedy")
     ]
