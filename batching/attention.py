@@ -1,15 +1,17 @@
 """Decode attention over pages: the variants, and the one seam through which a model reaches them."""
 
 import sys
-from types import ModuleType
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.activation import install_activations
 from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel, is_supported
 from mlxd.batching.attention_quantized import attend_packed_pages
 from mlxd.batching.page_softmax import softmax_over_pages
+from mlxd.batching.rotation import Rotations, Turns
 from mlxd.caches.delayed_step import DelayedStandIn
 from mlxd.caches.packed import Packed
 from mlxd.caches.paged import PagedStandIn
@@ -38,6 +40,10 @@ class Gathered:
 
     def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         return False
+
+    def knowing(self, rotations: Rotations) -> Self:
+        """This variant for a step whose rotations are known."""
+        return self
 
 
 class Grouped(Gathered):
@@ -71,6 +77,10 @@ class InPlace:
 
     def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         return False
+
+    def knowing(self, rotations: Rotations) -> Self:
+        """This variant for a step whose rotations are known."""
+        return self
 
     def attend(
         self,
@@ -114,7 +124,7 @@ class InPlace:
 
 
 class Kernel(InPlace):
-    """Writes the new position and reads pages where they lie, by one CUDA kernel of our own.
+    """Rotates and writes the new position and reads pages where they lie, by one CUDA kernel of our own.
 
     The pools stay the arrays they are: the kernel writes into its inputs. MLX holds what a step reads until
     the step has run, so a pool that is replaced while the step before it still runs is copied whole. Layers
@@ -126,8 +136,12 @@ class Kernel(InPlace):
 
     name = "kernel"
 
-    def __init__(self) -> None:
-        self.cases: set[KernelCase] = set()
+    def __init__(self, cases: set[KernelCase] | None = None, rotations: Rotations | None = None) -> None:
+        self.cases: set[KernelCase] = set() if cases is None else cases
+        self._rotations = rotations or Rotations()
+
+    def knowing(self, rotations: Rotations) -> Self:
+        return type(self)(self.cases, rotations)
 
     def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         dtype, quantization = _format(keys)
@@ -148,8 +162,11 @@ class Kernel(InPlace):
         fetched_keys, fetched_values = stand_in.keys_and_values()
         if keys is not fetched_keys or values is not fetched_values or stand_in.new is None:
             raise ValueError("the model changes its keys or values on their way to attention")
-        case = self._case(queries, keys, values, stand_in.view, scale, sinks)
-        return attend_by_kernel(case, queries, stand_in.new, (keys, values), stand_in.view, sinks)
+        new_keys, new_values = stand_in.new
+        (queries, new_keys), turns = self._unrotated([queries, new_keys])
+        case, table = self._case(queries, keys, values, stand_in.view, scale, sinks, turns)
+        new = new_keys, new_values
+        return attend_by_kernel(case, queries, new, (keys, values), stand_in.view, sinks, table)
 
     def attend_packed(
         self, stand_in: QuantizedStandIn, queries: mx.array, scale: float, sinks: mx.array | None
@@ -158,9 +175,17 @@ class Kernel(InPlace):
         keys, values = stand_in.pools
         if not self.writes(keys, values):
             return attend_packed_pages(stand_in, queries, scale, sinks)
-        case = self._case(queries, keys, values, stand_in.view, scale, sinks)
+        (queries,), turns = self._unrotated([queries])
+        case, table = self._case(queries, keys, values, stand_in.view, scale, sinks, turns)
         planes = *keys.planes, *values.planes
-        return attend_by_kernel(case, queries, stand_in.new, planes, stand_in.view, sinks)
+        return attend_by_kernel(case, queries, stand_in.new, planes, stand_in.view, sinks, table)
+
+    def _unrotated(self, rotated: Sequence[mx.array]) -> tuple[list[mx.array], Turns | None]:
+        """What the kernel can rotate itself, all of it in one way; else the arrays as they are."""
+        known = [found for array in rotated if (found := self._rotations.origin(array)) is not None]
+        if len(known) < len(rotated) or len({id(turns) for _, turns in known}) > 1:
+            return list(rotated), None
+        return [array for array, _ in known], known[0][1]
 
     def _case(
         self,
@@ -170,7 +195,8 @@ class Kernel(InPlace):
         view: PagedView,
         scale: float,
         sinks: mx.array | None,
-    ) -> KernelCase:
+        turns: Turns | None,
+    ) -> tuple[KernelCase, mx.array | None]:
         _, heads, size, key_dim = keys.shape
         dtype, quantization = _format(keys)
         case = KernelCase(
@@ -184,9 +210,10 @@ class Kernel(InPlace):
             scale=float(scale),
             sinks=None if sinks is None else sinks.dtype,
             quantization=quantization,
+            rotary=None if turns is None else turns.rotary,
         )
         self.cases.add(case)
-        return case
+        return case, None if turns is None else turns.table
 
 
 def _format(pool: mx.array | Packed) -> tuple[mx.Dtype, Quantization | None]:
@@ -205,24 +232,20 @@ def variant(name: str) -> DecodeVariant:
     return _VARIANTS[name]()
 
 
-def model_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules whose layers make up `model` and that call the seam."""
-    names = {type(layer).__module__ for layer in model.modules()}
-    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    return [module for module in modules if hasattr(module, _SEAM)]
-
-
 def install_seam(model: nn.Module) -> None:
     """Send the model's attention calls on one of our stand-ins where it says, all others where they went.
 
-    The one place where something of mlx-lm is replaced: the name `scaled_dot_product_attention` in the
-    modules that define the model's layers. It stays for the life of the process; installing it again changes
-    nothing.
+    Here names of mlx-lm are replaced, in the modules that define the model's layers:
+    `scaled_dot_product_attention`, and activations on the CPU. They stay so for the life of the process;
+    installing them again changes nothing.
     """
-    for module in model_modules(model):
-        original = getattr(module, _SEAM)
-        if not isinstance(original, _Redirect):
+    names = {type(layer).__module__ for layer in model.modules()}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    for module in modules:
+        original = getattr(module, _SEAM, None)
+        if original is not None and not isinstance(original, _Redirect):
             setattr(module, _SEAM, _Redirect(original))
+    install_activations(modules)
 
 
 def _attend_mixed(

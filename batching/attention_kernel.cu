@@ -1,5 +1,5 @@
 // Decode attention over pages: one position a row is written and attends; keys and values are read where they lie,
-// once for all the query heads that share them. Follows warp_products.cu and page_cells.cu.
+// once for all the query heads that share them. Follows warp_products.cu, rotary_heads.cu and page_cells.cu.
 //
 // A block owns one row, one KV head with up to 8 of its query heads, and one part of the row's columns; its warps take
 // tiles of 16 columns by turns. Weights are powers of two, of scores times log2(e), relative to the largest one seen.
@@ -153,12 +153,11 @@ struct Lane {
     sums.clear();
   }
 
-  // queries: of the group's first head.
-  __device__ void load_queries(const T* queries, int first_head) {
-    const int head = first_head + g;
-    const T* from = queries + head * KEY_DIM + t * 4 * kPerWord;
+  // queries: [count, KEY_DIM].
+  __device__ void load_queries(const T* queries, int count) {
+    const T* from = queries + g * KEY_DIM + t * 4 * kPerWord;
 #pragma unroll
-    for (int c = 0; c < kKeyChunks; c++) load(query[c], from + c * kKeyChunk, head < GROUP);
+    for (int c = 0; c < kKeyChunks; c++) load(query[c], from + c * kKeyChunk, g < count);
   }
 
   // cell: of the tile's first column.
@@ -233,35 +232,36 @@ struct Lane {
 
 // grid: (parts, KV heads * blocks of their query heads, rows), WARPS warps a block.
 //
-// queries: [rows, KV heads * GROUP, KEY_DIM].  new_keys, new_values: cells of [rows, KV heads].
+// queries: heads of [rows, KV heads * GROUP].  key, value: of the new position, heads or cells of [rows, KV heads].
 // keys, values: cells of [pages, KV heads, PAGE]; every block that reads the new position's column writes it first.
 // table: [rows, width], pages of a row in order.  last: [rows], column of the new position.
 // scale: of scores.  cap: scores become cap * tanh(score / cap), where it is not 0.
-template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int WARPS, typename Keys, typename Values,
-          typename Result>
-__device__ void attend(const T* queries, Keys new_keys, Values new_values, Keys keys, Values values,
-                       const int32_t* table, int width, const int32_t* last, int window, int shortest, float scale,
-                       float cap, Result result) {
+template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int WARPS, typename Queries, typename Key,
+          typename Value, typename Keys, typename Values, typename Result>
+__device__ void attend(Queries queries, Key key, Value value, Keys keys, Values values, const int32_t* table,
+                       int width, const int32_t* last, int window, int shortest, float scale, float cap,
+                       Result result) {
   static_assert(PAGE % kTile == 0, "a tile lies in one page");
   constexpr int kBlocks = (GROUP + kHeads - 1) / kHeads;
   const int row = blockIdx.z, kv_heads = gridDim.y / kBlocks, kv_head = blockIdx.y / kBlocks;
-  const int first_head = blockIdx.y % kBlocks * kHeads;
+  const int first_head = blockIdx.y % kBlocks * kHeads, count = min(kHeads, GROUP - first_head);
   const Columns columns(last[row], window, shortest);
   const int32_t* pages = table + static_cast<size_t>(row) * width;
 
-  const size_t head_at = static_cast<size_t>(row) * kv_heads + kv_head;
   const auto cell = [&](int page, int column) {
     return (static_cast<size_t>(page) * kv_heads + kv_head) * PAGE + column % PAGE;
   };
   if (columns.hold_last()) {
     const size_t at = cell(pages[last[row] / PAGE], last[row]);
-    keys.take(at, new_keys, head_at);
-    values.take(at, new_values, head_at);
-    __syncthreads();
+    keys.take(at, key, row, kv_head, kv_heads);
+    values.take(at, value, row, kv_head, kv_heads);
   }
+  __shared__ alignas(16) T shared[kHeads * KEY_DIM];
+  queries.template copy<KEY_DIM>(shared, row, kv_head * GROUP + first_head, count);
+  __syncthreads();
 
   Lane<T, GROUP, KEY_DIM, VALUE_DIM, WARPS> mine;
-  mine.load_queries(queries + head_at * GROUP * KEY_DIM, first_head);
+  mine.load_queries(shared, count);
   int tile = columns.first_tile + mine.warp;
   int page = tile < columns.last_tile ? pages[tile * kTile / PAGE] : 0;
   while (tile < columns.last_tile) {

@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from mlxd.batching.rotation import Rotary
 from mlxd.caches.paged_view import PagedView
 from mlxd.caches.quantization import Quantization
 
 Launch = Callable[..., list[mx.array]]
 _Extent = tuple[int, int, int]
 
-_FILES = ("warp_products.cu", "page_cells.cu", "attention_kernel.cu")
+_FILES = ("warp_products.cu", "rotary_heads.cu", "page_cells.cu", "attention_kernel.cu")
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 _WIDTH_STEP = 32
 _PACKED_WIDTH_STEP = 64
@@ -43,6 +44,7 @@ class KernelCase:
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None leaves them.
         sinks: dtype of the sinks, None without.
         quantization: how keys and values are packed; `dtype` is then that of scales and biases.
+        rotary: how queries and dense keys are rotated first; None where they come rotated.
     """
 
     kv_heads: int
@@ -56,6 +58,7 @@ class KernelCase:
     soft_cap: float | None = None
     sinks: mx.Dtype | None = None
     quantization: Quantization | None = None
+    rotary: Rotary | None = None
 
     @property
     def blocks_of_row(self) -> int:
@@ -95,16 +98,18 @@ def attend_by_kernel(
     pools: Sequence[mx.array],
     view: PagedView,
     sinks: mx.array | None,
+    turns: mx.array | None = None,
 ) -> mx.array:
     """Attention of one position a row, which is written first.
 
     Args:
-        queries: [B, n_heads, 1, key_dim], rotated.
+        queries: [B, n_heads, 1, key_dim].
         new: the position's keys and values, [B, n_kv_heads, 1, dim], or their planes.
         pools: keys and values, [num_pages, n_kv_heads, page_size, dim], or their planes (`QuantizedRows`).
             Changed in place, unseen by MLX: who reads them must come after the result, or in a later
             evaluation.
         sinks: [n_heads] extra logits that take weight and give no value, or None.
+        turns: float32 [B, dims], `Turns.table`, where `case` says that queries and dense keys are rotated.
     Returns:
         [B, n_heads, 1, value_dim] in the queries' dtype.
     """
@@ -114,6 +119,8 @@ def attend_by_kernel(
     grid = (parts * threads, case.blocks_of_row, rows), (threads, 1, 1)
     given = (x.astype(pool.dtype) for x, pool in zip(new, pools, strict=True))
     inputs = [queries.astype(case.dtype), *given, *pools, view.table, view.column]
+    if turns is not None:
+        inputs.append(turns)
     shape = (rows, heads, 1, case.value_dim)
     if parts == 1:
         (out,) = _launch("whole", case, inputs, sinks, grid, [shape])
@@ -135,7 +142,13 @@ def _launch(
     output_shapes: Sequence[tuple[int, ...]],
 ) -> list[mx.array]:
     """`grid`: threads in all, and of a block."""
-    return kernel(role, with_sinks=sinks is not None, packed=case.quantization is not None)(
+    launch = kernel(
+        role,
+        with_sinks=sinks is not None,
+        packed=case.quantization is not None,
+        rotates=case.rotary is not None and role != "join",
+    )
+    return launch(
         inputs=inputs if sinks is None else [*inputs, sinks],
         template=_template(case),
         grid=grid[0],
@@ -161,6 +174,8 @@ def _template(case: KernelCase) -> list[tuple[str, Any]]:
         ("CAP", _bits(case.soft_cap or 0.0)),
         ("BITS", case.quantization.bits if case.quantization else 0),
         ("SHARING", case.quantization.group_size if case.quantization else 0),
+        ("ROTATED", case.rotary.dims if case.rotary else 0),
+        ("NEIGHBOURS", case.rotary is not None and case.rotary.neighbours),
     ]
 
 
@@ -171,12 +186,18 @@ def _bits(number: float) -> int:
 
 _ATTEND = """
   mlxd::attend<T, GROUP, KEY_DIM, VALUE_DIM, PAGE, WARPS>(
-      queries, {new_keys}, {new_values}, {keys}, {values}, table, table_shape[1], last, WINDOW, SHORTEST,
+      {queries}, {key}, {value}, {keys}, {values}, table, table_shape[1], last, WINDOW, SHORTEST,
       __int_as_float(SCALE), __int_as_float(CAP), {result});
 """
 _JOIN = "  mlxd::join<VALUE_DIM>(sums, stats, sums_shape[2], {result});\n"
 _WHOLE = "mlxd::Whole<T, SINK, {with_sinks}>{{out, {sinks}}}"
-_CELLS = ("new_keys", "new_values", "keys", "values")
+_HEADS = (
+    "mlxd::Heads<T, {rotation}>{{{name}, {name}_strides[0], {name}_strides[1], {name}_strides[3], "
+    "{rotation}{{{rotated_by}}}}}"
+)
+_UNROTATED = {"rotation": "mlxd::Unrotated", "rotated_by": ""}
+_ROTARY = {"rotation": "mlxd::Rotary<ROTATED, NEIGHBOURS>", "rotated_by": "turns"}
+_CELLS = ("key", "value", "keys", "values")
 _DENSE = "mlxd::Dense<T, {dim}>{{const_cast<T*>({name})}}"
 _PACKED = (
     "mlxd::Packed<T, {dim}, BITS, SHARING>{{const_cast<uint32_t*>({name}_codes), "
@@ -192,16 +213,17 @@ def source() -> str:
 
 
 @cache
-def kernel(role: str, *, with_sinks: bool = False, packed: bool = False) -> Launch:
+def kernel(role: str, *, with_sinks: bool = False, packed: bool = False, rotates: bool = False) -> Launch:
     """One of the kernels: "whole" rows, a "part" of each, or the "join" of those.
 
     MLX keeps what it compiled by name alone, also on disk, so the name holds a digest of the source.
     """
     sinks = ("sinks",) if with_sinks else ()
     whole = _WHOLE.format(with_sinks=str(with_sinks).lower(), sinks="sinks" if with_sinks else "nullptr")
+    read = _read(packed, rotates)
     names: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
-        "whole": ((*_read(packed), *sinks), ("out",), _attend(packed, whole)),
-        "part": (_read(packed), _WRITTEN, _attend(packed, "mlxd::Part{sums, stats}")),
+        "whole": ((*read, *sinks), ("out",), _attend(packed, rotates, whole)),
+        "part": (read, _WRITTEN, _attend(packed, rotates, "mlxd::Part{sums, stats}")),
         "join": ((*_WRITTEN, *sinks), ("out",), _JOIN.format(result=whole)),
     }
     inputs, outputs, body = names[role]
@@ -212,17 +234,23 @@ def kernel(role: str, *, with_sinks: bool = False, packed: bool = False) -> Laun
         output_names=outputs,
         header=source(),
         source=body,
+        ensure_row_contiguous=False,  # what a step computed is read at its strides; all else is contiguous
     )
     return cast(Launch, made)
 
 
-def _read(packed: bool) -> tuple[str, ...]:
+def _read(packed: bool, rotates: bool) -> tuple[str, ...]:
     parts = ("_codes", "_scales", "_biases") if packed else ("",)
-    return ("queries", *(name + part for name in _CELLS for part in parts), "table", "last")
+    cells = (name + part for name in _CELLS for part in parts)
+    return ("queries", *cells, "table", "last", *(("turns",) if rotates else ()))
 
 
-def _attend(packed: bool, result: str) -> str:
+def _attend(packed: bool, rotates: bool, result: str) -> str:
+    turned = _ROTARY if rotates else _UNROTATED
+    dims = {name: "KEY_DIM" if name.startswith("key") else "VALUE_DIM" for name in _CELLS}
     cells = _PACKED if packed else _DENSE
-    dims = {name: "KEY_DIM" if name.endswith("keys") else "VALUE_DIM" for name in _CELLS}
     arguments = {name: cells.format(dim=dim, name=name) for name, dim in dims.items()}
-    return _ATTEND.format(**arguments, result=result)
+    if not packed:
+        arguments |= {"key": _HEADS.format(name="key", **turned)}
+        arguments |= {"value": _HEADS.format(name="value", **_UNROTATED)}
+    return _ATTEND.format(queries=_HEADS.format(name="queries", **turned), **arguments, result=result)

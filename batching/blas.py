@@ -130,7 +130,7 @@ def _load(library: str) -> BlasInfo:
         raise _UnusableError(f"lacks the functions {', '.join(_FUNCTIONS)}")
     try:
         shim = ctypes.CDLL(str(_shim()), mode=ctypes.RTLD_GLOBAL)
-        shim.mlxd_bind(*functions)
+        shim.mlxd_bind(*functions, _num_threads(handle, f"{prefix}openblas_get_num_threads"))
     except (_UnusableError, OSError) as error:
         if prefix:
             raise _UnusableError(str(error)) from error
@@ -143,6 +143,11 @@ def _find(library: ctypes.CDLL, name: str) -> ctypes.c_void_p | None:
         return ctypes.cast(library[name], ctypes.c_void_p)
     except AttributeError:
         return None
+
+
+def _num_threads(library: ctypes.CDLL, count: str) -> int:
+    """1 where the library does not say."""
+    return 1 if _find(library, count) is None else int(library[count]())
 
 
 def _name(library: ctypes.CDLL, describe: str, path: str) -> str:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.activation import fast_activations
+from mlxd.batching.allocation import is_allocation_failure
 from mlxd.batching.attention import DecodeVariant
+from mlxd.batching.rotation import note_rotations
 from mlxd.batching.sampler import SamplingShape, sample
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import DecodeSlot, RowCache
@@ -73,7 +76,8 @@ class DecodeStep:
     """Runs steps over the rows bound to its groups.
 
     A step either succeeds whole, and every cache has adopted its outputs, or raises and has changed nothing.
-    A compiled graph that fails is retired for good and the same step runs eagerly.
+    A compiled graph that fails is retired for good and the same step runs eagerly; for want of memory that
+    would fail as well, so it raises.
 
     Attributes:
         enabled: whether graphs are compiled at all.
@@ -88,6 +92,7 @@ class DecodeStep:
         self._paths = tuple(paths)
         self._caches = caches
         self._groups = groups
+        self._rotations = note_rotations(model)
         self._graphs: dict[Bucket, _Graph] = {}
         self._tables: dict[str, tuple[mx.array, mx.array]] = {}
         self.enabled = True
@@ -182,6 +187,8 @@ class DecodeStep:
         try:
             return graph.function(*arrays)
         except (RuntimeError, TypeError, ValueError) as error:
+            if is_allocation_failure(error):
+                raise
             logger.warning("compiled step retired, running it eagerly bucket=%s error=%s", bucket, error)
             graph.function = None
             return None
@@ -190,7 +197,8 @@ class DecodeStep:
         self, slots: Sequence[DecodeSlot], attention: DecodeVariant, shape: SamplingShape, num_sampling: int
     ) -> StepFunction:
         """The step as a function of arrays: it captures the model, slots and specs, no cache, no state."""
-        model, paths = self._model, self._paths
+        model, paths, rotations = self._model, self._paths, self._rotations
+        attention = attention.knowing(rotations)
         specs: tuple[GroupSpec, ...] = tuple(group.spec for group in self._groups)
 
         def body(*arrays: mx.array) -> list[mx.array]:
@@ -208,7 +216,8 @@ class DecodeStep:
             for slot in slots:
                 stand_ins.append(slot.trace(arrays[at : at + slot.num_inputs], step))
                 at += slot.num_inputs
-            logits = model(tokens[:, None], cache=assemble(paths, stand_ins))[:, -1]
+            with rotations.during(positions), fast_activations():
+                logits = model(tokens[:, None], cache=assemble(paths, stand_ins))[:, -1]
             drawn = sample(shape, logits, tokens, sampling)
             return [*drawn, *(array for stand_in in stand_ins for array in stand_in.outputs)]
 

@@ -17,6 +17,7 @@ from mlxd.batching.attention_kernel import is_supported
 from mlxd.batching.blas import ensure_blas
 from mlxd.batching.errors import ModelError
 from mlxd.batching.fingerprint import fingerprint
+from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import (
     PAGE_SIZES,
     check_attention,
@@ -103,6 +104,7 @@ def load_runner(
     with blaming_path(model_path):
         loaded = load_model(folder, progress, max_model_len, name=model_path)
         layers = layers_of(loaded.model, quantization)
+    joined = join_projections(loaded.model, loaded.dtype)
     size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
     progress("tune", 0.0)
     box = TimeBox(warmup_s)
@@ -137,6 +139,7 @@ def load_runner(
             "device": device_name(),
             "blas": blas.name,
             "dtype": str(loaded.dtype).removeprefix("mlx.core."),
+            "joined": joined,
         },
         fingerprint=fingerprint(loaded.path),
     )

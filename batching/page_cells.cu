@@ -1,7 +1,7 @@
-// What a cell of a page, one position of one head, holds: DIM keys or values. Follows warp_products.cu.
+// What a cell of a page, one position of one head, holds: DIM keys or values. Follows rotary_heads.cu.
 //
-// `load` gives words of T from a cell's dimension `dim` on, zeros where there is nothing; `take` copies a cell of another
-// array, by all threads of a block.
+// `load` gives words of T from a cell's dimension `dim` on, zeros where there is nothing; `take` fills a cell with one head
+// of a row, by all threads of a block.
 
 namespace mlxd {
 
@@ -20,8 +20,9 @@ struct Dense {
     mlxd::load(words, numbers + cell * DIM + dim, is_there);
   }
 
-  __device__ void take(size_t cell, const Dense& from, size_t from_cell) const {
-    copy<DIM>(numbers, cell, from.numbers, from_cell);
+  template <typename Heads>
+  __device__ void take(size_t cell, const Heads& from, int row, int head, int) const {
+    from.template copy<DIM>(numbers + cell * DIM, row, head, 1);
   }
 };
 
@@ -55,7 +56,9 @@ struct Packed {
     }
   }
 
-  __device__ void take(size_t cell, const Packed& from, size_t from_cell) const {
+  // from: cells of [rows, heads].
+  __device__ void take(size_t cell, const Packed& from, int row, int head, int heads) const {
+    const size_t from_cell = static_cast<size_t>(row) * heads + head;
     copy<kCodes>(codes, cell, from.codes, from_cell);
     copy<kScales>(scales, cell, from.scales, from_cell);
     copy<kScales>(biases, cell, from.biases, from_cell);

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.activation import fast_activations
 from mlxd.batching.plan import PrefillChunk
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import RowCache
@@ -77,7 +78,8 @@ def prefill(
         for cache, group in zip(caches, layer_groups, strict=True)
         if (name := serving[group]) is not None
     ]
-    model(tokens, cache=assemble(paths, stand_ins))
+    with fast_activations():
+        model(tokens, cache=assemble(paths, stand_ins))
     for stand_in in stand_ins:
         stand_in.finish()
     for cache in maintained:

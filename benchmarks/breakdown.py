@@ -81,6 +81,7 @@ def _break_down(bench: "BenchModel", rows: int, options: argparse.Namespace, rec
         max_model_len=options.context + num_tokens,
         page_size=options.page_size,
         attention=options.attention,
+        join=options.join,
     )
     record({"kind": "choices", **runner.info.notes})
     record({"kind": "whole", **_whole(bench, runner, rows, options)})
@@ -190,6 +191,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256, help="prompt tokens of each row")
     parser.add_argument("--steps", type=int, default=20, help="that each figure is the median of")
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument(
+        "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
+    )
     parser.add_argument("--attention", choices=("in_place", "gathered", "kernel"), default="in_place")
     parser.add_argument("--tokenizer", type=Path, help="its folder; the built-in model's by default")
     parser.add_argument(

@@ -167,6 +167,7 @@ def _full_sides(
         page_size=options.page_size,
         attention=options.attention,
         compile=options.compile,
+        join=options.join,
     )
     record({"kind": "choices", **case.line, **runner.info.notes})
     if options.check:
@@ -261,6 +262,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument(
+        "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
+    )
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float32 first"
     )

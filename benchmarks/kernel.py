@@ -31,7 +31,8 @@ from mlxd.batching import attention_kernel
 from mlxd.batching.attention import DecodeVariant, InPlace, Kernel, variant
 from mlxd.batching.attention_kernel import KernelCase, Launch
 from mlxd.batching.attention_quantized import attend_packed_pages
-from mlxd.batching.kernel_check import LIMITS, RandomStep, random_step, relative_errors
+from mlxd.batching.kernel_check import LIMITS, RandomStep, is_written, random_step, relative_errors
+from mlxd.batching.rotation import Rotary
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
 from mlxd.caches.quantization import Quantization
@@ -46,22 +47,38 @@ PACKINGS = (
     Quantization(bits=4, group_size=32),
     Quantization(bits=4, group_size=64),
 )
+
 CASES = (
-    KernelCase(8, 4, 64, 64, mx.bfloat16, 64, None, 64**-0.5),
-    KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5),
+    KernelCase(8, 4, 64, 64, mx.bfloat16, 64, None, 64**-0.5, rotary=Rotary(64, neighbours=False)),  # llama
+    KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5, rotary=Rotary(128, neighbours=False)),
+    KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5),  # qwen3
     KernelCase(8, 8, 64, 64, mx.bfloat16, 64, 128, 64**-0.5, sinks=mx.bfloat16),  # gpt_oss, sliding
     KernelCase(8, 8, 64, 64, mx.bfloat16, 64, None, 64**-0.5, sinks=mx.bfloat16),
     KernelCase(1, 4, 256, 256, mx.bfloat16, 32, 512, 256**-0.5),  # gemma3
-    KernelCase(4, 2, 256, 256, mx.float16, 128, 4096, 256**-0.5, soft_cap=50.0),
+    KernelCase(
+        4, 2, 256, 256, mx.float16, 128, 4096, 256**-0.5, soft_cap=50.0, rotary=Rotary(256, neighbours=False)
+    ),
     KernelCase(2, 7, 128, 128, mx.bfloat16, 256, None, 128**-0.5),  # qwen2
     KernelCase(4, 16, 128, 128, mx.bfloat16, 64, None, 128**-0.5),  # qwen3 moe
     KernelCase(1, 24, 64, 64, mx.float16, 16, 1, 64**-0.5, soft_cap=5.0, sinks=mx.float32),
-    KernelCase(4, 1, 96, 96, mx.float16, 64, 1000, 96**-0.5),  # phi3
+    KernelCase(4, 1, 96, 96, mx.float16, 64, 1000, 96**-0.5, rotary=Rotary(96, neighbours=False)),  # phi3
+    KernelCase(4, 8, 128, 128, mx.float16, 64, None, 128**-0.5, rotary=Rotary(64, neighbours=True)),  # glm4
     KernelCase(8, 12, 192, 128, mx.bfloat16, 64, 128, 192**-0.5, sinks=mx.bfloat16),  # mimo_v2
     KernelCase(8, 4, 128, 128, mx.bfloat16, 64, None, 128**-0.5, quantization=PACKINGS[0]),
-    KernelCase(8, 4, 64, 64, mx.bfloat16, 64, None, 64**-0.5, quantization=PACKINGS[1]),
+    KernelCase(
+        8,
+        4,
+        64,
+        64,
+        mx.bfloat16,
+        64,
+        None,
+        64**-0.5,
+        quantization=PACKINGS[1],
+        rotary=Rotary(64, neighbours=False),
+    ),
     KernelCase(2, 10, 128, 64, mx.float16, 32, 900, 128**-0.5, sinks=mx.float16, quantization=PACKINGS[2]),
-    KernelCase(3, 3, 64, 64, mx.float32, 64, None, 64**-0.5),  # smollm2
+    KernelCase(3, 3, 64, 64, mx.float32, 64, None, 64**-0.5, rotary=Rotary(64, neighbours=True)),  # smollm2
     KernelCase(2, 12, 128, 96, mx.float32, 16, 700, 128**-0.5, soft_cap=30.0, sinks=mx.float32),
     KernelCase(1, 8, 256, 256, mx.float32, 64, None, 256**-0.5),
 )
@@ -84,7 +101,9 @@ def reference(step: RandomStep) -> mx.array:
     for row, last in enumerate(step.positions.tolist()):
         first = 0 if case.window is None else max(0, last + 1 - case.window)
         keys, values = (_in_order(pool, step.table[row])[:, first : last + 1] for pool in pools)
-        queries = step.queries[row].astype(mx.float32).reshape(case.kv_heads, case.group, case.key_dim)
+        queries = (
+            step.rotated_queries[row].astype(mx.float32).reshape(case.kv_heads, case.group, case.key_dim)
+        )
         scores = case.scale * (queries @ keys.swapaxes(1, 2))
         if case.soft_cap is not None:
             scores = case.soft_cap * mx.tanh(scores / case.soft_cap)
@@ -127,16 +146,12 @@ def check(cases: Sequence[KernelCase], draws: int, record: Record) -> bool:
             mx.eval(expected, written)
             out = step.run()
             errors += relative_errors(out, expected)
-            are_written += [_same(pool, right) for pool, right in zip(step.pools, written, strict=True)]
+            are_written.append(is_written(step, written))
         is_right = all(are_written) and all(error <= LIMITS[case.dtype] / 2 for error in errors)
         all_right &= is_right
         figures = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
         record({"kind": "error", "case": str(case), "right": is_right} | figures)
     return all_right
-
-
-def _same(pool: mx.array, right: mx.array) -> bool:
-    return bool(mx.array_equal(pool, right, equal_nan=mx.issubdtype(pool.dtype, mx.floating)))
 
 
 def median_s(steps: Sequence[Layer], repeats: int = 9) -> float:

@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, llama
 
 from mlxd.batching import tuning
-from mlxd.batching.memory import layers_of
+from mlxd.batching.joined import join_projections
+from mlxd.batching.memory import layers_of, main_dtype
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import open_model, resolve
 from mlxd.batching.runner import RunnerInfo, ignore_progress
@@ -144,8 +145,12 @@ def make_runner(
     attention: str = "auto",
     compile: Literal["auto", "on", "off"] = "auto",
     quantization: Quantization | None = None,
+    join: bool = True,
 ) -> MlxRunner:
-    """A runner with room for `max_rows` rows of `max_model_len`, tuned as the daemon tunes it at start."""
+    """A runner with room for `max_rows` rows of `max_model_len`, made and tuned as the daemon does at start.
+
+    `join`: whether projections of one input become one product; the model of `bench` stays as it is.
+    """
     layers = layers_of(bench.model, quantization)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(bench.model.parameters()))
     specs = group_specs(layers, page_size)
@@ -167,7 +172,9 @@ def make_runner(
         device=str(mx.default_device()),
         compiled=compile != "off",
     )
-    runner = MlxRunner(bench.twin(), layers, memory, info)
+    model = bench.twin()
+    joined = join_projections(model, main_dtype(array for _, array in parameters)) if join else "nothing"
+    runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
         attention = ", ".join(f"{min(ms, key=ms.__getitem__)} at {rows}" for rows, ms in times.items())
@@ -177,5 +184,5 @@ def make_runner(
         tuning.choose_compiled(runner, memory, tuning.TimeBox(_TUNING_S))
     else:
         runner.step.enabled = compile == "on"
-    runner.describe(attention=attention, compile="on" if runner.step.enabled else "off")
+    runner.describe(attention=attention, compile="on" if runner.step.enabled else "off", joined=joined)
     return runner

@@ -15,7 +15,9 @@ _NOTHING = -1e30
 _TILE = 16
 
 
-def numpy_kernel(role: str, *, with_sinks: bool = False, packed: bool = False) -> Launch:
+def numpy_kernel(
+    role: str, *, with_sinks: bool = False, packed: bool = False, rotates: bool = False
+) -> Launch:
     """Stands in for `attention_kernel.kernel`; not for bfloat16, which numpy lacks."""
     body: Callable[..., list[Array]] = {"whole": _whole, "part": _part, "join": _join}[role]
 
@@ -32,6 +34,10 @@ def numpy_kernel(role: str, *, with_sinks: bool = False, packed: bool = False) -
         # Views, not copies: what is written to them is in the arrays.
         views = [np.array(array, copy=False) for array in inputs]
         sinks = views.pop() if with_sinks else None
+        if rotates:
+            turns = views.pop()
+            for i in range(1 if packed else 2):
+                views[i] = _rotated(views[i], turns, dict(template))
         outputs = body(*views, sinks=sinks, parts=grid[0] // threadgroup[0], constants=dict(template))
         return [
             mx.array(out.reshape(shape)).astype(dtype)
@@ -39,6 +45,22 @@ def numpy_kernel(role: str, *, with_sinks: bool = False, packed: bool = False) -
         ]
 
     return launch
+
+
+def _rotated(heads: Array, turns: Array, constants: dict[str, Any]) -> Array:
+    """Queries or new keys, [B, heads, 1, dim]."""
+    dims = constants["ROTATED"]
+    pairs = (
+        (slice(0, dims, 2), slice(1, dims, 2))
+        if constants["NEIGHBOURS"]
+        else (slice(dims // 2), slice(dims // 2, dims))
+    )
+    cosines, sines = (turns[:, None, None, pair] for pair in pairs)
+    x, y = (heads[..., pair].astype(np.float32) for pair in pairs)
+    turned = heads.copy()
+    turned[..., pairs[0]] = x * cosines - y * sines
+    turned[..., pairs[1]] = x * sines + y * cosines
+    return turned
 
 
 def _part(

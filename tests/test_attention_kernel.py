@@ -20,9 +20,10 @@ from mlxd.batching import attention_kernel
 from mlxd.batching.attention import Kernel
 from mlxd.batching.attention_kernel import KernelCase, Launch, is_supported
 from mlxd.batching.errors import SettingError
-from mlxd.batching.kernel_check import fault_in, random_step, relative_errors
+from mlxd.batching.kernel_check import fault_in, is_written, random_step, relative_errors
 from mlxd.batching.load import load_runner
 from mlxd.batching.preview import preview_plan
+from mlxd.batching.rotation import Rotary
 from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView
@@ -31,11 +32,18 @@ from mlxd.caches.quantization import Quantization
 CASE = KernelCase(2, 2, 64, 64, mx.float32, 16, None, 0.125)
 CASES = (
     CASE,
+    replace(CASE, rotary=Rotary(64, neighbours=False)),
+    replace(CASE, key_dim=96, rotary=Rotary(64, neighbours=True)),
     replace(CASE, group=9, key_dim=96, value_dim=32),
     replace(CASE, window=50),
     replace(CASE, window=1, page_size=64),
     replace(CASE, sinks=mx.float32),
-    replace(CASE, dtype=mx.float16, quantization=Quantization(bits=8)),
+    replace(
+        CASE,
+        dtype=mx.float16,
+        quantization=Quantization(bits=8),
+        rotary=Rotary(64, neighbours=False),
+    ),
     replace(CASE, dtype=mx.float16, value_dim=128, quantization=Quantization(bits=4, group_size=32)),
 )
 
@@ -108,10 +116,9 @@ def test_rows_whole_and_divided_are_attended_to_in_place(case: KernelCase, lengt
     step = random_step(case, lengths, -(-max(lengths) // case.page_size) + 1)
     expected, written = step.expected(), step.written()
     mx.eval(expected, written)
-    limit = 1e-5 if case.dtype == mx.float32 else 1e-3
+    limit = 1e-5 if case.dtype == mx.float32 else 2e-3
     assert max(relative_errors(step.run(), expected)) < limit
-    for pool, right in zip(step.pools, written, strict=True):
-        assert mx.array_equal(pool, right, equal_nan=pool.dtype == case.dtype)
+    assert is_written(step, written)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -123,6 +130,7 @@ def test_a_model_draws_by_the_kernel_what_mlx_lm_draws(family: str) -> None:
     assert tuple(row.output) == oracle(family, prompt, num_tokens).tokens
     assert isinstance(rig.runner.attention, Kernel)
     assert rig.runner.attention.cases
+    assert all(case.rotary is not None for case in rig.runner.attention.cases)
 
 
 def addresses(rig: Rig) -> list[int]:
@@ -163,7 +171,7 @@ def test_keys_that_a_model_changes_before_it_attends_are_refused() -> None:
         Kernel().attend(step.queries, 2 * keys, values, stand_in, 1.0, None)
 
 
-def zeros(role: str, *, with_sinks: bool = False, packed: bool = False) -> Launch:
+def zeros(role: str, **options: bool) -> Launch:
     """Kernels that leave zeros."""
 
     def launch(**arguments: Any) -> list[mx.array]:
@@ -172,15 +180,15 @@ def zeros(role: str, *, with_sinks: bool = False, packed: bool = False) -> Launc
     return launch
 
 
-def uncompiled(role: str, *, with_sinks: bool = False, packed: bool = False) -> Launch:
+def uncompiled(role: str, **options: bool) -> Launch:
     raise RuntimeError("Failed to compile kernel: expected a ';'.")
 
 
 def altered(**constants: int) -> Any:
     """Kernels that take other constants than they are given."""
 
-    def kernel(role: str, *, with_sinks: bool = False, packed: bool = False) -> Launch:
-        launch = numpy_kernel(role, with_sinks=with_sinks)
+    def kernel(role: str, **options: bool) -> Launch:
+        launch = numpy_kernel(role, **options)
 
         def run(*, template: list[tuple[str, Any]], **arguments: Any) -> list[mx.array]:
             return launch(template=[*template, *constants.items()], **arguments)
@@ -190,9 +198,9 @@ def altered(**constants: int) -> Any:
     return kernel
 
 
-def unwritten(role: str, *, with_sinks: bool = False, packed: bool = False) -> Launch:
+def unwritten(role: str, **options: bool) -> Launch:
     """Kernels that put the new position into copies of the pools."""
-    launch = numpy_kernel(role, with_sinks=with_sinks)
+    launch = numpy_kernel(role, **options)
 
     def run(*, inputs: list[mx.array], **arguments: Any) -> list[mx.array]:
         return launch(inputs=[array + 0 for array in inputs], **arguments)
@@ -200,9 +208,9 @@ def unwritten(role: str, *, with_sinks: bool = False, packed: bool = False) -> L
     return run
 
 
-def joined_wrongly(role: str, *, with_sinks: bool = False, packed: bool = False) -> Launch:
+def joined_wrongly(role: str, **options: bool) -> Launch:
     """Right but where rows are divided."""
-    return zeros(role) if role == "join" else numpy_kernel(role, with_sinks=with_sinks)
+    return zeros(role) if role == "join" else numpy_kernel(role, **options)
 
 
 BROKEN = [
@@ -316,10 +324,12 @@ def test_the_name_of_a_kernel_changes_with_its_source(monkeypatch: pytest.Monkey
     seen = []
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **arguments: seen.append(arguments))
     make = attention_kernel.kernel.__wrapped__
-    make("whole"), make("whole", with_sinks=True), make("whole", packed=True), make("part"), make("join")
+    for options in ({}, {"with_sinks": True}, {"packed": True}, {"rotates": True}):
+        make("whole", **options)
+    make("part"), make("join")
     monkeypatch.setattr(attention_kernel, "source", lambda: "// nothing")
     make("whole")
     names = [arguments["name"] for arguments in seen]
-    assert len(set(names)) == len(names) == 6
+    assert len(set(names)) == len(names) == 7
     assert all(argument["header"] + argument["source"] for argument in seen)
     assert seen[1]["input_names"][-1] == "sinks"

@@ -22,7 +22,7 @@ PRODUCTS = """
 import itertools
 import mlx.core as mx, numpy as np
 rng = np.random.default_rng(0)
-for m, k, n in itertools.product((1, 2, 3, 4, 7), (1, 5, 64), (1, 6, 65)):
+for m, k, n in itertools.product((1, 2, 3, 4, 7, 8, 9), (1, 5, 48, 64), (1, 6, 65, 112)):
     for a_turned, b_turned in itertools.product((False, True), repeat=2):
         a = rng.standard_normal((2, k, m) if a_turned else (2, m, k), dtype=np.float32)
         b = rng.standard_normal((2, n, k) if b_turned else (2, k, n), dtype=np.float32)
@@ -88,6 +88,19 @@ def before_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_products_are_right_for_every_shape_and_order() -> None:
     assert "True" in run(REPORT + PRODUCTS)
+
+
+ORDER = """
+import mlx.core as mx
+b, rows = mx.random.normal((80, 96)), mx.random.normal((7, 96))
+for right, left in ((b.T, rows), (b, mx.random.normal((7, 80)))):
+    together = left @ right
+    assert all(mx.array_equal(left[i : i + 1] @ right, together[i : i + 1]) for i in range(7))
+"""
+
+
+def test_a_row_is_summed_in_one_order_whether_it_is_alone_or_not() -> None:
+    run("ensure_blas()" + ORDER)
 
 
 def test_products_are_several_times_faster_than_without() -> None:

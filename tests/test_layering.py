@@ -14,6 +14,8 @@ LAYERS = ("metrics", "caches", "batching", "scheduler")
 MLX = {"mlx", "mlx_lm"}
 MLX_OWNERS = {
     "batching": {
+        "activation",
+        "allocation",
         "attention",
         "attention_kernel",
         "attention_quantized",
@@ -21,14 +23,17 @@ MLX_OWNERS = {
         "decode",
         "fast_exp",
         "gguf",
+        "joined",
         "kernel_check",
         "load",
         "memory",
         "mlx_runner",
+        "mlx_step",
         "model",
         "page_softmax",
         "prefill",
         "preview",
+        "rotation",
         "sampler",
         "sampler_state",
         "selftest",
@@ -67,6 +72,7 @@ OWNERS = {
     "prometheus_client": {"metrics.exporter", "metrics.prometheus"},
     "time": {
         "batching.mlx_runner",
+        "batching.mlx_step",
         "batching.tuning",
         "metrics.exporter",
         "metrics.prometheus",
