@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxd.batching.activation import fast_activations
+from mlxd.batching.allocation import is_allocation_failure
 from mlxd.batching.attention import DecodeVariant
 from mlxd.batching.rotation import note_rotations
 from mlxd.batching.sampler import SamplingShape, sample
@@ -75,7 +76,8 @@ class DecodeStep:
     """Runs steps over the rows bound to its groups.
 
     A step either succeeds whole, and every cache has adopted its outputs, or raises and has changed nothing.
-    A compiled graph that fails is retired for good and the same step runs eagerly.
+    A compiled graph that fails is retired for good and the same step runs eagerly; for want of memory that
+    would fail as well, so it raises.
 
     Attributes:
         enabled: whether graphs are compiled at all.
@@ -185,6 +187,8 @@ class DecodeStep:
         try:
             return graph.function(*arrays)
         except (RuntimeError, TypeError, ValueError) as error:
+            if is_allocation_failure(error):
+                raise
             logger.warning("compiled step retired, running it eagerly bucket=%s error=%s", bucket, error)
             graph.function = None
             return None

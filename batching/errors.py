@@ -37,6 +37,12 @@ class ModelError(MlxdError):
     code = "model"
 
 
+class OutOfMemoryError(MlxdError, RuntimeError):
+    """The device had no memory for a step, or for what belongs to one. A RuntimeError, as MLX's own are."""
+
+    code = "out_of_memory"
+
+
 class SettingError(ModelError):
     """A setting that is wrong for this model or this machine: no restart mends it.
 

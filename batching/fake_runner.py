@@ -115,6 +115,12 @@ class FakeRunner:
         self._unwaited: list[int] = []
         self._num_steps = 0
 
+    def reset(self) -> None:
+        self._rows.clear()
+        for pages in self._pages:
+            pages.clear()
+        self._unwaited.clear()
+
     def launch(self, plan: StepPlan) -> "FakePendingStep":
         if self.closed:
             raise PlanError("launch after close")

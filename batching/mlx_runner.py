@@ -9,11 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxd.batching.allocation import allocating
 from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
 from mlxd.batching.memory import main_dtype
-from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, RowResult, StepPlan, StepResult
+from mlxd.batching.mlx_step import MlxStep, StepClock
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
 from mlxd.batching.prefill import cohorts, prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
@@ -39,42 +41,6 @@ def _params_with(shape: SamplingShape) -> SamplingParams:
         logit_bias=dict.fromkeys(range(shape.bias_width), 0.0),
         top_logprobs=1 if shape.logprobs else None,
     )
-
-
-class MlxStep:
-    """A launched step: what to wait for, and how long it took."""
-
-    def __init__(
-        self, runner: "MlxRunner", plan: StepPlan, draw: Draw | None, roots: list[mx.array], compiled: bool
-    ) -> None:
-        self.plan = plan
-        self._runner = runner
-        self._draw = draw
-        self._roots = roots
-        self._compiled = compiled
-        self._launched_at = time.perf_counter()
-
-    def wait(self) -> StepResult:
-        """Block until the tokens and the prefill's writes are there.
-
-        The device runs one step after another, so a part's time begins where the part before it ended.
-        """
-        begun = max(self._launched_at, self._runner.done_at)
-        rows: tuple[RowResult, ...] = ()
-        if self._draw is not None:
-            mx.eval(*self._draw.arrays)
-            rows = self._draw.results()
-        decoded = time.perf_counter()
-        if self._roots:
-            mx.eval(*self._roots)
-            self._roots.clear()
-        done = self._runner.done_at = time.perf_counter()
-        return StepResult(
-            rows=rows,
-            decode_s=decoded - begun if self._draw is not None else 0.0,
-            prefill_s=done - (decoded if self._draw is not None else begun) if self.plan.prefill else 0.0,
-            compiled=self._compiled,
-        )
 
 
 class MlxRunner:
@@ -117,7 +83,7 @@ class MlxRunner:
         self._default_attention = variant("gathered")
         self._trace_bound_s = trace_bound_s
         self._trace_s = 0.0
-        self.done_at = 0.0
+        self._clock = StepClock()
         install_seam(model)
         self.reset()
 
@@ -132,10 +98,18 @@ class MlxRunner:
         return list(storages.values())
 
     def reset(self) -> None:
-        """Empty pools, and no row known: as new, also after a step that failed."""
-        self._whole.reset()
-        mx.eval(self._whole.state())
+        """Empty pools, no row known, and no graph to trace: as new, also after a step that failed.
+
+        Raises:
+            OutOfMemoryError: there is no memory for the pools, though the old ones and what MLX keeps for
+                reuse were given back first.
+        """
         self._batch = Batch(self.info.vocab_size)
+        self.step.wanted.clear()
+        with allocating():
+            self._whole.reset()
+            mx.clear_cache()
+            mx.eval(self._whole.state())
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -172,13 +146,15 @@ class MlxRunner:
 
         Raises:
             IndexError: a row's position is outside its pages. Nothing was launched for it.
+            OutOfMemoryError: part of it may have run; see `Runner.launch`.
         """
-        self._copy(plan.copies)
-        self._scrub(plan.scrub)
-        self._restore(plan.restored)
-        draw, compiled = self._decode(plan.decode) if plan.decode else (None, False)
-        roots = self._prefill(plan.prefill)
-        return MlxStep(self, plan, draw, roots, compiled)
+        with allocating():
+            self._copy(plan.copies)
+            self._scrub(plan.scrub)
+            self._restore(plan.restored)
+            draw, compiled = self._decode(plan.decode) if plan.decode else (None, False)
+            roots = self._prefill(plan.prefill)
+        return MlxStep(self._clock, plan, draw, roots, compiled)
 
     def _scrub(self, pages: Sequence[tuple[int, ...]]) -> None:
         for storages, dirty in zip(self._storages, pages, strict=False):
@@ -257,7 +233,8 @@ class MlxRunner:
     def maintain(self) -> bool:
         """Trace the oldest bucket that ran eagerly for want of a trace."""
         for bucket in list(self.step.wanted)[:1]:
-            self.trace(bucket.num_rows, bucket.widths, _params_with(bucket.sampling))
+            with allocating():
+                self.trace(bucket.num_rows, bucket.widths, _params_with(bucket.sampling))
             self.step.wanted.pop(bucket, None)
         return bool(self.step.wanted)
 
@@ -277,9 +254,10 @@ class MlxRunner:
     def export_pages(self, pages: Sequence[tuple[int, int]]) -> list[bytes]:
         """Payloads of these pages, (group, page id); waits for the steps that were launched."""
         payloads: dict[tuple[int, int], bytes] = {}
-        for group, arrays in enumerate(self._page_arrays):
-            if wanted := [page for page in pages if page[0] == group]:
-                payloads |= zip(wanted, arrays.read([page for _, page in wanted]), strict=True)
+        with allocating():
+            for group, arrays in enumerate(self._page_arrays):
+                if wanted := [page for page in pages if page[0] == group]:
+                    payloads |= zip(wanted, arrays.read([page for _, page in wanted]), strict=True)
         return [payloads[page] for page in pages]
 
     def counters(self) -> RunnerCounters:

@@ -66,7 +66,16 @@ class Runner(Protocol):
     def info(self) -> RunnerInfo: ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start a step; returns before its tokens exist. Raises only where no row can go on."""
+        """Start a step; returns before its tokens exist. Raises only where no row can go on.
+
+        Raises:
+            OutOfMemoryError: as any other call, and `PendingStep.wait`, may. No step that was launched may be
+                waited for then, and nothing may be launched before `reset`.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Forget all rows, launched steps and pages: as new."""
         ...
 
     def maintain(self) -> bool:

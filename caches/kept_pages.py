@@ -137,6 +137,11 @@ class KeptPages:
             self.drop(key)
         return keys
 
+    def clear(self) -> None:
+        """Drop every page."""
+        for key in list(self._kept):
+            self.drop(key)
+
     def evict(self, count: int) -> None:
         """Free up to `count` pages that no row holds, the least recently used ones."""
         for _ in range(min(count, self._pool.num_idle)):

@@ -248,6 +248,14 @@ class PrefixCache:
         dropped = [key for kept in self.groups for key in kept.drop_all(first)]
         return list(dict.fromkeys([*chain.keys, *(key for key in dropped if isinstance(key, bytes))]))
 
+    def clear(self) -> None:
+        """Drop every page: what is in them is not known. Rows that run go on and share nothing more."""
+        for chain in self._chains:
+            chain.is_spoiled = True
+        for kept in self.groups:
+            kept.clear()
+        self._new.clear()
+
     def take_new(self, most: int) -> list[tuple[PageName, int]]:
         """Up to `most` pages that came in since, oldest first, but for those gone: name and page id."""
         names = [self._new.popleft() for _ in range(min(most, len(self._new)))]

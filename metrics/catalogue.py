@@ -117,7 +117,8 @@ class EngineMetrics:
         self.retraces = Counter("mlxd_graph_retraces_total", "Compiled graphs that were traced again.")
         self.graph_failures = Counter("mlxd_graph_failures_total", "Graphs given up for eager decode.")
         self.decode_steps = Counter("mlxd_decode_steps_total", "Decode steps, by how they ran.", ("mode",))
-        self.memory = Gauge("mlxd_device_memory_bytes", "Memory the array library reports.", ("kind",))
+        self.memory = Gauge("mlxd_device_memory_bytes", "Memory: as reported, and as planned.", ("kind",))
+        self.out_of_memory = Counter("mlxd_out_of_memory_total", "Steps that found no memory.")
 
 
 class WireMetrics:

@@ -161,5 +161,9 @@ class EngineSnapshot:
     memory_active_bytes: int = 0
     memory_peak_bytes: int = 0
     memory_cache_bytes: int = 0
+    memory_planned_bytes: int = 0
+    """Weights and all pages; what is active beyond it is what steps compute with."""
+    out_of_memory: int = 0
+    """Times that a step, or what belongs to one, found no memory."""
     notes: dict[str, str] = field(default_factory=dict)
     error: str = ""

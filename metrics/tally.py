@@ -175,6 +175,8 @@ class Tally:
         engine.memory.set(snapshot.memory_active_bytes, "active")
         engine.memory.set(snapshot.memory_peak_bytes, "peak")
         engine.memory.set(snapshot.memory_cache_bytes, "cache")
+        engine.memory.set(snapshot.memory_planned_bytes, "planned")
+        engine.out_of_memory.raise_to(snapshot.out_of_memory)
 
     def _show_fairness(self, fairness: FairnessStats) -> None:
         engine = self.catalogue.engine

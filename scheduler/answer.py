@@ -51,16 +51,7 @@ class Answer:
         if self.ended_by == "stop":
             usage = replace(event.usage, completion_tokens=self._transcript.num_tokens)
             return wire.Done(id=self._id, finish_reason="stop", usage=usage)
-        match event.outcome:
-            case "stop" | "length" as reason:
-                return wire.Done(id=self._id, finish_reason=reason, usage=event.usage)
-            case "cancelled" | "client_gone":
-                return wire.Cancelled(id=self._id, usage=event.usage)
-            case "slow_client":
-                message = "the client did not read its messages"
-                return wire.Error(id=self._id, code="slow_client", message=message)
-            case _:
-                return wire.Error(id=self._id, code=event.error_code or "internal", message=event.error)
+        return terminal_of(event)
 
     def _push(self, token_ids: list[int] | None) -> str:
         """Text that may be sent; None ends the stream."""
@@ -70,3 +61,18 @@ class Answer:
             logger.exception("detokenizer failed id=%s", self._id)
             self.ended_by = "failed"
             return ""
+
+
+def terminal_of(event: Finished) -> wire.Terminal:
+    """What a client is told of a request that the engine ended, or that never got there."""
+    request_id = event.key.request_id
+    match event.outcome:
+        case "stop" | "length" as reason:
+            return wire.Done(id=request_id, finish_reason=reason, usage=event.usage)
+        case "cancelled" | "client_gone":
+            return wire.Cancelled(id=request_id, usage=event.usage)
+        case "slow_client":
+            message = "the client did not read its messages"
+            return wire.Error(id=request_id, code="slow_client", message=message)
+        case _:
+            return wire.Error(id=request_id, code=event.error_code or "internal", message=event.error)

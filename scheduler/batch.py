@@ -112,6 +112,25 @@ class Batch:
         request.row = None
         request.prefill_end = request.num_computed = 0
 
+    @property
+    def youngest(self) -> Request | None:
+        """The row that entered last."""
+        return next(reversed(self._running.values()), None)
+
+    def send_all_back(self, now: float) -> int:
+        """Have every row wait again, at its old place, and no runner know of any; how many these were.
+
+        Nobody gained by it: it is no preemption that counts, and no tenant begins to compete anew.
+        """
+        rows = list(self._running.values())
+        for request in rows:
+            request.transition(RequestState.PREEMPTED)
+            request.pays_again = False
+            self.remove(request)
+            self._book.enqueue(request, now)
+        self._left.clear()
+        return len(rows)
+
     def _plan_decode(self, step: Step, request: Request) -> None:
         if self._make_room(step, request, request.num_computed + 1):
             self._add_decode(step, request)
@@ -175,7 +194,9 @@ class Batch:
         while request.row is not None:
             if self._has_room(request, end):
                 return True
-            self._preempt(step, next(reversed(self._running.values())), "pages")
+            youngest = self.youngest
+            assert youngest is not None
+            self._preempt(step, youngest, "pages")
         return False
 
     def _preempt(self, step: Step, request: Request, reason: str) -> None:

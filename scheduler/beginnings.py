@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import MlxdError
-from mlxd.scheduler.intake import Intake, Served
+from mlxd.scheduler.intake import RETRY_MS, Intake, Served
 from mlxd.scheduler.open_streams import OpenStreams
 from mlxd.scheduler.stream import Stream
 
@@ -33,13 +33,20 @@ class Beginnings:
         self._intake = Intake()
         self._begun: set[asyncio.Task[None]] = set()
 
-    def begin(self, stream: Stream, served: Served) -> None:
+    def begin(self, stream: Stream, served: Served, arrived_at: float) -> None:
         """`stream` is open and has its message."""
-        now = asyncio.get_running_loop().time()
-        stream.sent_at = now
-        task = asyncio.create_task(self._submit(stream, served, now))
+        task = asyncio.create_task(self._submit(stream, served, arrived_at))
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
+
+    def begin_later(self, stream: Stream, served: Served) -> None:
+        """Once more, where the engine had no room for it."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(RETRY_MS / 1000, self._begin_again, stream, served, loop.time())
+
+    def _begin_again(self, stream: Stream, served: Served, arrived_at: float) -> None:
+        if stream in self._streams and stream.transcript.terminal is None:
+            self.begin(stream, served, arrived_at)
 
     async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
         try:

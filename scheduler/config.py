@@ -223,9 +223,9 @@ def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`durability`: "accepted" writes every accepted request, and its end, to the journal.
 
-    `path`: an SQLite file, made if it is not there.
+    `path`: an SQLite file, made if it is not there, in a folder that is its owner's alone.
     `fsync`: "always" survives a loss of power, "never" only the end of the process.
-    `max_bytes`: of the file; where it is full, requests are rejected.
+    `max_bytes`: of the file, half of it in equal parts for the tenants; who finds no room is rejected.
     """
 
     durability: Literal["none", "accepted"] = "none"

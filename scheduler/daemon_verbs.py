@@ -17,6 +17,7 @@ from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.disk import look_at_disk
 from mlxd.scheduler.fit import check_fit
+from mlxd.scheduler.journal_file import check_place
 from mlxd.scheduler.keys import server_keys
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.progress import ProgressBars
@@ -49,6 +50,8 @@ def check(path: Path) -> None:
     with _located_in(path), ProgressBars() as bars:
         if config.server.curve is not None:
             server_keys(config.server.curve)
+        if config.journal.durability == "accepted" and config.journal.path is not None:
+            check_place(config.journal.path)
         plan = _memory_plan(config, bars)
         check_fit(config, plan)
         disk = look_at_disk(config)

@@ -1,8 +1,9 @@
 """The requests of all clients, from a generate message to its one terminal message and the time after it."""
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from mlxd.metrics.recorder import Recorder
@@ -10,23 +11,24 @@ from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.beginnings import Beginnings
 from mlxd.scheduler.config import Config
+from mlxd.scheduler.endings import Endings
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, RejectedError
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens
-from mlxd.scheduler.intake import RETRY_MS, Served, check_message, loading, with_seed
+from mlxd.scheduler.intake import Served, check_message, loading, with_seed
 from mlxd.scheduler.journal import Journal
-from mlxd.scheduler.journal_file import Entry
+from mlxd.scheduler.journal_entries import Begun, Entry
 from mlxd.scheduler.open_streams import OpenStreams
 from mlxd.scheduler.pauses import Pauses
 from mlxd.scheduler.readers import Readers
+from mlxd.scheduler.recovery import Recovery
 from mlxd.scheduler.replies import rejection_reply, reply_of
 from mlxd.scheduler.retention import Retention
 from mlxd.scheduler.session import Session
-from mlxd.scheduler.stream import Stream, digest_of
+from mlxd.scheduler.stream import Stream, digest_of, stream_of
 from mlxd.scheduler.transcript import Transcript
 
-MAX_STARTS = 3
-"""A request that the daemon ended with so often is not begun again."""
+logger = logging.getLogger(__name__)
 
 
 class Desk:
@@ -57,9 +59,10 @@ class Desk:
         pauses = Pauses(engine, self._open, server.max_client_buffer_bytes)
         self._readers = Readers(send, self._open, pauses, server.max_client_buffer_bytes)
         self._journal = journal
-        self._kept = Retention(server.retention_s, server.retention_bytes, self._forget)
+        self._recovery = Recovery(journal, self._begin, config.scheduler.max_rows)
+        self._endings = Endings(server, self._open, self._readers, journal, self._recovery.ended)
         self._beginnings = Beginnings(
-            engine, self._open, on_refused=self._refuse_begun, on_unwanted=self._end
+            engine, self._open, on_refused=self._refuse_begun, on_unwanted=self._endings.end
         )
 
     @property
@@ -79,7 +82,7 @@ class Desk:
             check_message(message, self.served)
             stream = Stream(key, digest_of(message), not message.stream, Transcript(message.id))
             known = self._find(key)
-            if known is not None and known.digest == stream.digest:
+            if known is not None and known.digest == stream.digest and not known.is_orphan:
                 self._readers.attach(known, session, 0, message.credit)
                 return
             if known is not None:
@@ -91,11 +94,16 @@ class Desk:
             return
         stream.attach(session, 0, message.credit)
         stream.message = with_seed(message) if self._journal.keeps else message
+        stream.sent_at = asyncio.get_running_loop().time()
         self._open.add(stream)
-        self._beginnings.begin(stream, self.served)
+        self._recovery.new(stream, stream.sent_at)
 
     def _find(self, key: RequestKey) -> Stream | None:
-        return self._open.get(key) or self._kept.get(key)
+        return self._open.get(key) or self._endings.get(key)
+
+    def _begin(self, stream: Stream, arrived_at: float) -> None:
+        assert self.served is not None, "requests need a model"
+        self._beginnings.begin(stream, self.served, arrived_at)
 
     def _refuse_begun(self, stream: Stream, error: MlxdError) -> None:
         self._refuse(stream, self._refusal(stream.key, error))
@@ -108,42 +116,36 @@ class Desk:
         return reply_of(error, key.request_id)
 
     def _refuse(self, stream: Stream, reply: wire.Rejected | wire.Error) -> None:
-        """In place of accepted; the id is free again. What an earlier start accepted still gets its end."""
-        if not stream.is_accepted:
-            self._open.remove(stream)
-            self._readers.reply(stream, reply)
-            stream.detach()
-        elif isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota") and self.served:
-            asyncio.get_running_loop().call_later(
-                RETRY_MS / 1000, self._beginnings.begin, stream, self.served
-            )
+        """What an earlier start accepted is tried again where time may help."""
+        may_help = isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota")
+        if stream.is_accepted and may_help and self.served is not None:
+            self._beginnings.begin_later(stream, self.served)
         else:
-            code = reply.reason if isinstance(reply, wire.Rejected) else reply.code
-            self._fail(stream, code, reply.message)
+            self._endings.refuse(stream, reply)
 
-    def _fail(self, stream: Stream, code: str, message: str) -> None:
-        stream.transcript.terminal = wire.Error(id=stream.key.request_id, code=code, message=message)
-        self._end(stream)
+    def restore(self) -> None:
+        """Take over what the journal has: ended requests are kept, open ones begin again."""
+        entries = self._journal.take_entries()
+        for entry in entries:
+            self._restore(entry)
+        self._recovery.begin()
+        if entries:
+            logger.info("journal: entries=%d open=%d", len(entries), len(self._open))
 
-    def restore(self, entry: Entry, age_s: float) -> None:
-        """Take over what an earlier start accepted. `age_s`: since its end, where it has one."""
-        assert self.served is not None, "requests need a model"
-        transcript = Transcript(entry.key.request_id)
-        stream = Stream(entry.key, entry.digest, entry.is_whole, transcript, is_accepted=True)
-        now = asyncio.get_running_loop().time()
+    def _restore(self, entry: Entry) -> None:
+        stream = stream_of(entry)
         if entry.record is not None:
-            stream.transcript = Transcript.restored(entry.key.request_id, entry.record)
-            self._kept.add(stream, now - age_s)
+            self._endings.keep(stream, self._journal.age_s(entry))
             return
-        stream.message = entry.message
+        now = asyncio.get_running_loop().time()
         self._open.add(stream)
         self._open.lost_reader(stream, now)
-        if entry.starts < MAX_STARTS:
-            self._journal.start(entry.key)
-            self._beginnings.begin(stream, self.served)
+        if entry.begun is Begun.ALONE:
+            why = f"the daemon ended {Begun.ALONE} times with this request begun, the last time with no other"
+            logger.error("given up tenant=%s id=%s: %s", *entry.key, why)
+            self._endings.fail(stream, "engine_failed", why)
         else:
-            why = f"the daemon ended {entry.starts} times before this request did"
-            self._fail(stream, "engine_failed", why)
+            self._recovery.add(stream, now, is_suspect=entry.begun is Begun.AGAIN)
 
     def resume(self, session: Session, message: wire.Resume) -> None:
         """Tell a request again; raises ProtocolError "gone" where the tenant has none of this id."""
@@ -153,7 +155,7 @@ class Desk:
             self._send(session, self._refusal(key, loading()))
             return
         stream = self._find(key)
-        if stream is None:
+        if stream is None or stream.is_orphan:
             text = "there is no such request, or it ended too long ago"
             raise ProtocolError("gone", text, request_id=message.id)
         self._readers.attach(stream, session, message.seq, message.credit)
@@ -171,7 +173,9 @@ class Desk:
         if stream is None:
             return False
         stream.end_as = outcome
-        if stream.answer is not None:
+        if self._recovery.take_back(stream):
+            self._endings.end_unbegun(stream)
+        elif stream.answer is not None:
             self._engine.cancel(key, outcome)
         return True
 
@@ -218,7 +222,7 @@ class Desk:
                 if stream.refusal is not None:
                     self._refuse(stream, stream.refusal)
                 elif stream.is_accepted:
-                    self._end(stream)
+                    self._endings.end(stream)
             case Rejected():
                 self._refuse(stream, rejection_reply(event))
 
@@ -232,7 +236,7 @@ class Desk:
             stream.message = None
             self._readers.reply(stream, wire.Accepted(id=stream.key.request_id))
             if has_ended:
-                self._end(stream)
+                self._endings.end(stream)
             else:
                 self._readers.tell(stream)
             return
@@ -252,40 +256,33 @@ class Desk:
             self._engine.cancel(event.key, answer.ended_by)
         self._readers.tell(stream)
 
-    def _end(self, stream: Stream) -> None:
-        """It has its terminal message, or nobody wants it."""
-        self._open.remove(stream)
-        stream.answer = stream.message = None
-        if stream.is_wanted:
-            self._journal.end(stream.key, stream.transcript)
-            self._kept.add(stream, asyncio.get_running_loop().time())
-            self._readers.tell(stream)
-        else:
-            self._journal.forget(stream.key)
-
     def _give_up_paused(self, stream: Stream) -> None:
         self.cancel(stream.key, "slow_client")
 
-    def _forget(self, stream: Stream) -> None:
-        self._journal.forget(stream.key)
-        self._readers.dismiss(stream, "slow_client", "the client did not read its messages")
+    def give_up(self, error: MlxdError) -> None:
+        """End what the engine has not ended, and will not end any more."""
+        self._recovery.stop()
+        self._endings.give_up(error)
 
-    def give_up(self, why: str) -> None:
-        """End every open request of an engine that does not answer any more."""
+    def tell_unwritten(self) -> None:
+        """Tell the ends that wait for a journal which does not answer any more."""
+        self._endings.tell_unwritten()
+
+    def update(self, tenants: Collection[str]) -> None:
+        """What requests of other tenants answered is told to nobody any more, whoever has the name next."""
+        self._journal.keep(tenants)
         for stream in self._open:
-            if stream.is_accepted:
-                self._fail(stream, "engine_failed", why)
-            else:
-                self._journal.forget(stream.key)
-                error = wire.Error(id=stream.key.request_id, code="engine_failed", message=why)
-                self._refuse(stream, error)
+            if stream.key.tenant not in tenants:
+                stream.is_orphan = True
+                self.cancel(stream.key, "revoked")
+        self._endings.forget_others(tenants)
 
     def expire(self) -> None:
         """Give up what nobody came back for, or read, in time; to be called now and then."""
         now = asyncio.get_running_loop().time()
         self._give_up_unread()
         self._open.paused.expire(now)
-        self._kept.expire(now)
+        self._endings.expire(now)
 
     def keep_alive(self, session: Session, quiet_since: float) -> None:
         """Show that requests which got nothing since then are still known."""

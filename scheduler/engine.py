@@ -19,7 +19,6 @@ from mlxd.scheduler.disk import open_disk
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
     EngineFailedError,
-    InvalidPromptError,
     MlxdError,
     ModelError,
     RejectedError,
@@ -50,7 +49,7 @@ class Engine:
     """Serves one model. Every method may be called from any thread; events come on the engine's own.
 
     An error in a step ends every open request with "engine_failed" and the engine with it: there is no
-    restart.
+    restart. Where memory runs out, the request whose row entered last ends, and the others are computed anew.
 
     Args:
         runner_factory: makes the runner, on the engine thread; None loads the configured model.
@@ -75,7 +74,7 @@ class Engine:
         self._inbox = Inbox(config.scheduler.max_waiting)
         self._tenants = frozenset(tenant.name for tenant in config.tenants)
         self._thread: threading.Thread | None = None
-        self._on_events: Callable[[Sequence[Event]], None] = _ignore_events
+        self._on_events: Callable[[Sequence[Event]], None] = lambda events: None
         self._on_progress: Progress = ignore_progress
         self._is_settled = threading.Event()
         self._info: RunnerInfo | None = None
@@ -161,8 +160,7 @@ class Engine:
             raise RejectedError("draining", "the daemon is draining", retryable=True)
         if submission.key.tenant not in self._tenants:
             raise RevokedError
-        _check_prompt(submission.prompt, self._info.vocab_size)
-        submission.sampling.check(self._info.vocab_size)
+        submission.check(self._info.vocab_size)
         if not self._inbox.submit(submission):
             limit = self._config.scheduler.max_waiting
             message = f"{limit} requests wait to be looked at already"
@@ -269,16 +267,12 @@ class Engine:
         self._publish(replace(self._snapshot, state="stopped", now=self._clock()))
 
     def _make_loop(self, runner: Runner, disk: DiskTier | None, secret: bytes) -> EngineLoop:
+        scheduler = Scheduler(
+            self._config, runner.info, seed=self._seed, secret=secret, disk=disk, recorder=self._recorder
+        )
         return EngineLoop(
             runner,
-            Scheduler(
-                self._config,
-                runner.info,
-                seed=self._seed,
-                secret=secret,
-                disk=disk,
-                recorder=self._recorder,
-            ),
+            scheduler,
             self._inbox,
             recorder=self._recorder,
             clock=self._clock,
@@ -300,16 +294,3 @@ class Engine:
         self._publish(after_failure(self._snapshot, str(failure), self._clock()))
         if events:
             self._on_events(events)
-
-
-def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
-    if not prompt:
-        raise InvalidPromptError("the prompt is empty")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidPromptError(f"the prompt has token id {bad}; ids are from 0 to {vocab_size - 1}")
-
-
-def _ignore_events(events: Sequence[Event]) -> None:
-    pass

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from mlxd.batching.errors import InvalidPromptError
 from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.priority import Priority
@@ -19,7 +20,10 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A checked request on its way to the scheduler. Times are of the engine's clock, in seconds."""
+    """A request on its way to the scheduler, which takes what `check` lets pass.
+
+    Times are of the engine's clock, in seconds.
+    """
 
     key: RequestKey
     prompt: tuple[int, ...]
@@ -27,6 +31,16 @@ class Submission:
     arrived_at: float
     priority: Priority = Priority.NORMAL
     deadline: float | None = None
+
+    def check(self, vocab_size: int) -> None:
+        """Raises InvalidPromptError, InvalidParamError: no model of so many tokens can compute it."""
+        if not self.prompt:
+            raise InvalidPromptError("the prompt is empty")
+        low, high = min(self.prompt), max(self.prompt)
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidPromptError(f"the prompt has token id {bad}; ids are from 0 to {vocab_size - 1}")
+        self.sampling.check(vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class Frontend:
     def update(self, config: Config) -> None:
         """Take other tenants; clients whose credential is withdrawn are told so and closed."""
         self._config = config
+        self.desk.update({tenant.name for tenant in config.tenants})
         self._reception.update(config.tenants, tuple(self._doors))
 
     def post(self, events: Sequence[Event]) -> None:

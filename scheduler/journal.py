@@ -4,13 +4,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
+from mlxd.caches.budget import parse_size
 from mlxd.metrics.recorder import Recorder
+from mlxd.scheduler.config import Config
 from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.events import RequestKey
-from mlxd.scheduler.journal_file import Accept, Change, End, Entry, Forget, JournalFile, Start
+from mlxd.scheduler.journal_entries import Accept, Begun, Change, End, Entry, Forget, Keep, Start
+from mlxd.scheduler.journal_file import JournalFile
 from mlxd.scheduler.messages import Generate
 from mlxd.scheduler.transcript import Transcript
 
@@ -31,52 +34,68 @@ class Journal(Protocol):
 
     keeps: bool
 
+    def take_entries(self) -> list[Entry]:
+        """What there was at the start; told once."""
+        ...
+
+    def age_s(self, entry: Entry) -> float:
+        """Seconds since it ended, by the wall clock; at least 0."""
+        ...
+
     def accept(self, key: RequestKey, digest: bytes, message: Generate, then: Then) -> None: ...
 
-    def start(self, key: RequestKey) -> None: ...
+    def start(self, key: RequestKey, begun: Begun, then: Then) -> None: ...
 
-    def end(self, key: RequestKey, transcript: Transcript) -> None: ...
+    def end(self, key: RequestKey, transcript: Transcript, then: Then) -> None: ...
 
     def forget(self, key: RequestKey) -> None: ...
+
+    def keep(self, tenants: Collection[str]) -> None:
+        """Forget what other tenants have; the room is shared out to these."""
+        ...
 
 
 class NoJournal:
     """Nothing outlives the process."""
 
     keeps = False
+    is_alive = True
+    busy_s = 0.0
+    num_untold = 0
 
     def take_entries(self) -> list[Entry]:
         return []
 
+    def age_s(self, entry: Entry) -> float:
+        raise AssertionError("there are no entries")
+
     def accept(self, key: RequestKey, digest: bytes, message: Generate, then: Then) -> None:
         then(None)
 
-    def start(self, key: RequestKey) -> None:
-        pass
+    def start(self, key: RequestKey, begun: Begun, then: Then) -> None:
+        then(None)
 
-    def end(self, key: RequestKey, transcript: Transcript) -> None:
-        pass
+    def end(self, key: RequestKey, transcript: Transcript, then: Then) -> None:
+        then(None)
 
     def forget(self, key: RequestKey) -> None:
         pass
 
-    @property
-    def is_alive(self) -> bool:
+    def keep(self, tenants: Collection[str]) -> None:
+        pass
+
+    def close(self) -> bool:
         return True
-
-    @property
-    def busy_s(self) -> float:
-        return 0.0
-
-    def age_s(self, entry: Entry) -> float:
-        raise AssertionError("there are no entries")
 
 
 class JournalWriter:
     """All that waits is written in one transaction: the busier, the more requests share a disk's sync.
 
-    An acceptance that cannot be written is told to whoever waits for it. Another change that cannot is
-    logged: its request runs again after a restart, and ends as it did.
+    Whoever waits for a change is told if it cannot be written. An end that cannot is logged, too: its request
+    runs again after a restart, and ends as it did.
+
+    Attributes:
+        num_untold: changes whose `Then` was not called yet.
     """
 
     keeps = True
@@ -84,27 +103,32 @@ class JournalWriter:
     def __init__(
         self,
         file: JournalFile,
+        tenants: Collection[str],
         on_loop: Callable[[Callable[[], None]], None],
         recorder: Recorder,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Reads the file, then owns it. `on_loop`: calls back on the thread that `Then`s belong to.
+        """Reads the file, then owns it.
 
+        Args:
+            tenants: what others have in it is forgotten.
+            on_loop: calls back on the thread that all calls come from.
         Raises:
-            ConfigError: something in the file cannot be read.
+            SettingError: something in the file cannot be read.
         """
-        self._entries = file.load()
+        self._entries = [entry for entry in file.load() if entry.key.tenant in tenants]
         self._busy_since: float | None = None
         self._file = file
         self._on_loop = on_loop
         self._recorder = recorder
         self._wall_clock = wall_clock
         self._waiting: queue.SimpleQueue[tuple[Change, Then] | None] = queue.SimpleQueue()
+        self.num_untold = 0
+        self.keep(tenants)
         self._thread = threading.Thread(target=self._run, name="mlxd-journal", daemon=True)
         self._thread.start()
 
     def take_entries(self) -> list[Entry]:
-        """What the file had at the start; told once."""
         entries, self._entries = self._entries, []
         return entries
 
@@ -118,24 +142,31 @@ class JournalWriter:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
+    def age_s(self, entry: Entry) -> float:
+        return max(0.0, self._wall_clock() - entry.ended_at)
+
     def accept(self, key: RequestKey, digest: bytes, message: Generate, then: Then) -> None:
-        def on_loop(error: JournalError | None) -> None:
-            self._on_loop(lambda: then(error))
+        self._put(Accept(key, digest, message), then)
 
-        self._waiting.put((Accept(key, digest, message), on_loop))
+    def start(self, key: RequestKey, begun: Begun, then: Then) -> None:
+        self._put(Start(key, begun), then)
 
-    def start(self, key: RequestKey) -> None:
-        self._waiting.put((Start(key), _log))
+    def end(self, key: RequestKey, transcript: Transcript, then: Then) -> None:
+        self._put(End(key, transcript.record(), self._wall_clock()), then)
 
-    def end(self, key: RequestKey, transcript: Transcript) -> None:
-        self._waiting.put((End(key, transcript.record(), self._wall_clock()), _log))
+    def _put(self, change: Change, then: Then) -> None:
+        def tell(error: JournalError | None) -> None:
+            self.num_untold -= 1
+            then(error)
+
+        self.num_untold += 1
+        self._waiting.put((change, lambda error: self._on_loop(lambda: tell(error))))
 
     def forget(self, key: RequestKey) -> None:
-        self._waiting.put((Forget(key), _log))
+        self._waiting.put((Forget(key), _nobody_waits))
 
-    def age_s(self, entry: Entry) -> float:
-        """Seconds since it ended, by the wall clock; at least 0."""
-        return max(0.0, self._wall_clock() - entry.ended_at)
+    def keep(self, tenants: Collection[str]) -> None:
+        self._waiting.put((Keep(frozenset(tenants)), _nobody_waits))
 
     def close(self) -> bool:
         """Write what waits; False: that takes longer than CLOSE_TIMEOUT_S."""
@@ -160,17 +191,30 @@ class JournalWriter:
     def _write(self, changes: list[tuple[Change, Then]]) -> int:
         """Together, or where that fails one by one: a full disk may take some of them. How many it took."""
         try:
-            self._file.write([change for change, _ in changes])
+            errors = self._file.write([change for change, _ in changes])
         except JournalError as error:
             if len(changes) > 1:
                 return sum(self._write([change]) for change in changes)
-            changes[0][1](error)
-            return 0
-        for _, then in changes:
-            then(None)
-        return len(changes)
+            errors = [error]
+        for (change, then), failure in zip(changes, errors, strict=True):
+            if failure is not None and not isinstance(change, Accept):
+                logger.warning("journal: a change was not written (%s): %s", type(change).__name__, failure)
+            then(failure)
+        return errors.count(None)
 
 
-def _log(error: JournalError | None) -> None:
-    if error is not None:
-        logger.warning("journal: a change was not written: %s", error)
+def _nobody_waits(error: JournalError | None) -> None:
+    pass
+
+
+def open_journal(
+    config: Config, on_loop: Callable[[Callable[[], None]], None], recorder: Recorder
+) -> JournalWriter | NoJournal:
+    """The configured one. Raises SettingError where its file cannot be used."""
+    settings = config.journal
+    if settings.durability == "none" or settings.path is None:
+        return NoJournal()
+    max_bytes = parse_size(settings.max_bytes)
+    file = JournalFile(settings.path, fsync=settings.fsync == "always", max_bytes=max_bytes)
+    tenants = [tenant.name for tenant in config.tenants]
+    return JournalWriter(file, tenants, on_loop, recorder)

@@ -2,21 +2,39 @@
 
 import os
 import sqlite3
+import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from mlxd.scheduler.errors import ConfigError, JournalError
+from mlxd.batching.errors import SettingError
+from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.events import RequestKey
-from mlxd.scheduler.messages import Generate
-from mlxd.scheduler.transcript import Record
+from mlxd.scheduler.journal_entries import (
+    Accept,
+    Begun,
+    Change,
+    End,
+    Entry,
+    Forget,
+    Keep,
+    Start,
+    decode_entry,
+    encode,
+)
+from mlxd.scheduler.journal_room import JournalRoom
 
 APPLICATION_ID = 0x6D6C7864
 VERSION = 1
+
+_PAGE_BYTES = 4096
+_ENTRY_BYTES = 2 * _PAGE_BYTES
+"""What an entry takes at most besides its message or record: a leaf of the table, a part of the index."""
+_FIXED_BYTES = 8 * _PAGE_BYTES
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 _SCHEMA = """
 CREATE TABLE requests (
@@ -26,53 +44,36 @@ CREATE TABLE requests (
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """`message`: with a seed, so that it gives the same tokens again."""
+def check_place(path: str) -> None:
+    """Raises SettingError where a journal can neither be nor be made there; makes and changes nothing.
 
-    key: RequestKey
-    digest: bytes
-    message: Generate
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """An accepted request begins anew."""
-
-    key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """`ended_at`: Unix time, seconds."""
-
-    key: RequestKey
-    record: Record
-    ended_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    key: RequestKey
-
-
-Change = Accept | Start | End | Forget
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What the journal has of one request: its message while it is open, its record afterwards.
-
-    `starts`: how often it was begun.
+    It holds what clients sent and got: its folder, and the file if it is there, are its owner's alone.
     """
+    file = Path(path)
+    try:
+        if not file.parent.is_dir():
+            raise _problem(path, f"the folder {file.parent} does not exist")
+        _check_mode(path, f"the folder {file.parent}", file.parent.stat().st_mode, 0o700)
+        if not os.access(file.parent, os.R_OK | os.W_OK | os.X_OK):
+            raise _problem(path, f"this user may not write in the folder {file.parent}")
+        if file.exists():
+            if not file.is_file():
+                raise _problem(path, "it is no file")
+            _check_mode(path, "the file", file.stat().st_mode, 0o600)
+            if not os.access(file, os.R_OK | os.W_OK):
+                raise _problem(path, "this user may not write it")
+    except OSError as error:
+        raise _problem(path, error.strerror or str(error)) from None
 
-    key: RequestKey
-    digest: bytes
-    is_whole: bool
-    message: Generate | None
-    starts: int
-    ended_at: float
-    record: Record | None
+
+def _check_mode(path: str, what: str, mode: int, limit: int) -> None:
+    mode = stat.S_IMODE(mode)
+    if mode & _OTHERS:
+        raise _problem(path, f"{what} has mode {mode:04o}, so others may use it; it must be {limit:04o}")
+
+
+def _problem(path: str, sentence: str) -> SettingError:
+    return SettingError(("journal", "path"), f"is {path!r}: {sentence}")
 
 
 class JournalFile:
@@ -85,43 +86,41 @@ class JournalFile:
         """Makes the file, readable by its owner alone, where there is none.
 
         Args:
-            fsync: wait in `write` until the disk has what was accepted; else a loss of power may undo the
-                last writes. Other changes do not wait: without them a request runs again, and ends as it did.
+            fsync: wait in `write` until the disk has the changes; else a loss of power may undo the last
+                ones. What is forgotten does not wait: it is forgotten again.
             max_bytes: `write` fails rather than let the file grow beyond.
         Raises:
-            ConfigError: it cannot be used, is in use, or is no journal of this version.
+            SettingError: it cannot be used, is in use, or is no journal of this version.
         """
+        check_place(path)
         self._path = path
         self._fsync = fsync
-        folder = Path(path).parent
-        if not folder.is_dir():
-            raise self._problem(f"the folder {folder} does not exist")
+        self._room = JournalRoom(max(0, max_bytes - _FIXED_BYTES))
         with self._opening():
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             try:
                 self._configure(fsync, max_bytes)
                 self._check()
+                self._measure()
             except BaseException:
                 self._db.close()
                 raise
-
-    def _problem(self, sentence: str) -> ConfigError:
-        return ConfigError(f"journal.path: {self._path}: {sentence}")
 
     @contextmanager
     def _opening(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise self._problem(error.strerror or str(error)) from None
+            raise _problem(self._path, error.strerror or str(error)) from None
         except sqlite3.DatabaseError as error:
             if _code_of(error) == sqlite3.SQLITE_BUSY:
-                raise self._problem("another process uses it") from None
-            raise self._problem(f"{error}; move it away to begin a new one") from None
+                raise _problem(self._path, "another process uses it") from None
+            raise _problem(self._path, f"{error}; move it away to begin a new one") from None
 
     def _configure(self, fsync: bool, max_bytes: int) -> None:
         self._pragma("locking_mode", "EXCLUSIVE")
+        self._pragma("page_size", _PAGE_BYTES)
         self._pragma("journal_mode", "WAL")
         if fsync and sys.platform == "darwin":
             self._pragma("fullfsync", 1)
@@ -135,7 +134,7 @@ class JournalFile:
 
     def _check(self) -> None:
         if self._pragma("quick_check") != "ok":
-            raise self._problem("is damaged; move it away to begin a new one")
+            raise _problem(self._path, "is damaged; move it away to begin a new one")
         if not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             self._db.execute("BEGIN")
             self._db.execute(_SCHEMA)
@@ -143,15 +142,20 @@ class JournalFile:
             self._pragma("user_version", VERSION)
             self._db.execute("COMMIT")
         if self._pragma("application_id") != APPLICATION_ID:
-            raise self._problem("is a database of something else")
+            raise _problem(self._path, "is a database of something else")
         if (version := self._pragma("user_version")) != VERSION:
-            raise self._problem(f"has version {version}; this daemon knows version {VERSION}")
+            raise _problem(self._path, f"has version {version}; this daemon knows version {VERSION}")
+
+    def _measure(self) -> None:
+        sizes = "coalesce(length(message), 0) + coalesce(length(record), 0)"
+        for tenant, request_id, size in self._db.execute(f"SELECT tenant, id, {sizes} FROM requests"):
+            self._room.set(RequestKey(tenant, request_id), _ENTRY_BYTES + size)
 
     def load(self) -> list[Entry]:
         """Everything, ended requests first in the order of their ends, then open ones as they were accepted.
 
         Raises:
-            ConfigError: something in it cannot be read.
+            SettingError: something in it cannot be read.
         """
         with self._opening():
             rows = self._db.execute(
@@ -159,40 +163,64 @@ class JournalFile:
                 " ORDER BY ended_at IS NULL, ended_at, rowid"
             )
             try:
-                return [_entry(*row) for row in rows]
+                return [decode_entry(*row) for row in rows]
             except (msgspec.MsgspecError, TypeError, ValueError) as error:
-                raise self._problem(f"has an entry that cannot be read: {error}") from None
+                raise _problem(self._path, f"has an entry that cannot be read: {error}") from None
 
-    def write(self, changes: Sequence[Change]) -> None:
-        """All of them or none. Raises JournalError."""
-        is_awaited = self._fsync and any(isinstance(change, Accept) for change in changes)
+    def write(self, changes: Sequence[Change]) -> list[JournalError | None]:
+        """All for which there is room; for each of them None, or why there is none.
+
+        Raises:
+            JournalError: nothing was written.
+        """
+        is_awaited = self._fsync and not all(isinstance(change, Forget | Keep) for change in changes)
         try:
             self._pragma("synchronous", "FULL" if is_awaited else "NORMAL")
             self._db.execute("BEGIN")
-            for change in changes:
-                self._apply(change)
+            errors = [self._try(change) for change in changes]
             self._db.execute("COMMIT")
         except sqlite3.DatabaseError as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
+            self._room.undo()
             is_full = _code_of(error) == sqlite3.SQLITE_FULL
             raise JournalError("journal_full" if is_full else "journal_failed", str(error)) from None
+        self._room.settle()
+        return errors
+
+    def _try(self, change: Change) -> JournalError | None:
+        try:
+            self._apply(change)
+        except JournalError as error:
+            return error
+        return None
 
     def _apply(self, change: Change) -> None:
-        tenant, request_id = change.key
+        """Raises JournalError before anything is changed where there is no room."""
         match change:
-            case Accept(digest=digest, message=message):
+            case Accept(key=key, digest=digest, message=message):
+                blob = encode(message)
+                self._room.put(key, _ENTRY_BYTES + len(blob))
                 self._db.execute(
-                    "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, 1, NULL, NULL)",
-                    (tenant, request_id, digest, not message.stream, _encode(message)),
+                    "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?, NULL, NULL)",
+                    (*key, digest, not message.stream, blob, Begun.ONCE),
                 )
-            case Start():
-                self._execute("UPDATE requests SET starts = starts + 1", change.key)
-            case End(record=record, ended_at=ended_at):
+            case Start(key=key, begun=begun):
+                if begun is Begun.ALONE:
+                    again = "UPDATE requests SET starts = ? WHERE starts = ?"
+                    self._db.execute(again, (Begun.AGAIN, Begun.ALONE))
+                self._execute("UPDATE requests SET starts = ?", key, begun)
+            case End(key=key, record=record, ended_at=ended_at) if self._room.size_of(key):
+                blob = encode(record)
+                self._room.put(key, _ENTRY_BYTES + len(blob))
                 ended = "UPDATE requests SET message = NULL, ended_at = ?, record = ?"
-                self._execute(ended, change.key, ended_at, _encode(record))
-            case Forget():
-                self._execute("DELETE FROM requests", change.key)
+                self._execute(ended, key, ended_at, blob)
+            case Forget(key=key):
+                self._execute("DELETE FROM requests", key)
+                self._room.set(key, 0)
+            case Keep(tenants=tenants):
+                gone = self._room.keep(tenants)
+                self._db.executemany("DELETE FROM requests WHERE tenant = ?", [(name,) for name in gone])
 
     def _execute(self, statement: str, key: RequestKey, *values: object) -> None:
         self._db.execute(f"{statement} WHERE tenant = ? AND id = ?", (*values, *key))
@@ -205,31 +233,3 @@ def _code_of(error: sqlite3.DatabaseError) -> int:
     """SQLite's primary code; SQLITE_ERROR for an error of Python's module itself."""
     code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     return code & 0xFF
-
-
-_encode: Callable[[Generate | Record], bytes] = msgspec.msgpack.Encoder().encode
-_decode_message = msgspec.msgpack.Decoder(Generate).decode
-_decode_record = msgspec.msgpack.Decoder(Record).decode
-
-
-def _entry(
-    tenant: str,
-    request_id: str,
-    digest: bytes,
-    is_whole: int,
-    message: bytes | None,
-    starts: int,
-    ended_at: float | None,
-    record: bytes | None,
-) -> Entry:
-    if message is None and record is None:
-        raise ValueError("it has neither a message nor a record")
-    return Entry(
-        key=RequestKey(tenant, request_id),
-        digest=digest,
-        is_whole=bool(is_whole),
-        message=None if message is None else _decode_message(message),
-        starts=starts,
-        ended_at=ended_at or 0.0,
-        record=None if record is None else _decode_record(record),
-    )

@@ -123,6 +123,11 @@ class KvSpace:
         if self._reuse is not None:
             self._reuse.forget(request)
 
+    def forget_all(self) -> None:
+        """What any page holds is not known: nobody may begin with one. Rows keep theirs until they leave."""
+        if self._reuse is not None:
+            self._reuse.clear()
+
     def leave(self, request: Request) -> None:
         """Take the row's pages and promise back; a launched step may still use them: later ones wait.
 

@@ -1,10 +1,12 @@
 """What the engine thread does from a loaded runner to its end."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from mlxd.batching.errors import OutOfMemoryError
 from mlxd.batching.runner import PendingStep, Runner
 from mlxd.metrics.recorder import Recorder
 from mlxd.metrics.stats import EngineSnapshot
@@ -13,7 +15,10 @@ from mlxd.scheduler.inbox import Cancel, Command, Drain, Inbox, Pause, Ping, Set
 from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.snapshot import SnapshotMaker
 
+logger = logging.getLogger(__name__)
+
 _STOPPED = "the daemon stopped"
+_OUT_OF_MEMORY = "memory ran out in a step, and this request was the last to enter"
 _LONGEST_WAIT_S = 0.5
 """Between two snapshots while requests wait for time to pass; well below the shortest `step_timeout_s`."""
 _LAST_SAVES = 32
@@ -62,21 +67,48 @@ class EngineLoop:
         self._last_step_at = 0.0
         self._busy_since = 0.0
         self._wakes_at: float | None = None
+        self._num_failures = 0
+        self._has_just_failed = False
 
     def run(self) -> None:
         """Until a Stop; then ends what is open and waits for the steps in flight: the runner may close."""
         self._tell("running")
         while not self._is_stopping:
-            self._turn()
+            failure = _failure_of(self._turn)
+            if failure is not None:
+                self._start_over(failure)
         self._events += self._scheduler.end_all("draining", "draining", _STOPPED, self._clock())
         self._refuse_unseen(_STOPPED)
         self._tell(self._state)
+        if _failure_of(self._finish_steps) is not None:
+            self._launched.clear()
+            logger.warning("out of memory at the end: the latest pages of prefixes are not on disk")
+        self._tell("stopped")
+
+    def _finish_steps(self) -> None:
         while self._launched:
             self._launched.popleft().step.wait()
         for _ in range(_LAST_SAVES):
             if not self._save_pages(is_idle=True):
                 break
-        self._tell("stopped")
+
+    def _start_over(self, failure: str) -> None:
+        """Memory ran out. What the device holds is not known any more, so all of it is given up.
+
+        Raises:
+            OutOfMemoryError: it ran out again, before any step was read, and there is no row left to end;
+                or a runner without rows finds no memory.
+        """
+        self._launched.clear()
+        ended = self._scheduler.start_over("out_of_memory", _OUT_OF_MEMORY, self._clock(), self._events)
+        if ended is None and self._has_just_failed:
+            raise OutOfMemoryError(failure)
+        self._num_failures += 1
+        self._has_just_failed = True
+        name = "none" if ended is None else f"{ended.tenant}/{ended.key.request_id}"
+        logger.error("out of memory: %s ended=%s waiting=%d", failure, name, self._scheduler.num_waiting)
+        self._runner.reset()
+        self._tell(self._state)
 
     def abandon(self, error: str) -> list[Event]:
         """After `run` raised: every event that is still owed. Takes no more commands."""
@@ -171,6 +203,7 @@ class EngineLoop:
     def _read_oldest(self) -> None:
         step, join_s = self._launched.popleft()
         result = step.wait()
+        self._has_just_failed = False
         self._last_step_at = now = self._clock()
         stats = self._scheduler.postprocess(step.plan, result, now, self._events)
         if stats.joined or stats.left:
@@ -185,8 +218,18 @@ class EngineLoop:
                 now=self._clock(),
                 last_step_at=self._last_step_at,
                 busy_since=self._busy_since,
+                out_of_memory=self._num_failures,
             )
         )
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
+
+
+def _failure_of(action: Callable[[], None]) -> str | None:
+    """What an OutOfMemoryError out of `action` says. With the error go the arrays that its frames hold."""
+    try:
+        action()
+    except OutOfMemoryError as error:
+        return str(error)
+    return None

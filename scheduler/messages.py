@@ -270,7 +270,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What all tenants together make of the engine, after its latest step. Times in seconds, sizes in bytes.
 
     `pages`: cache group -> pages held by rows, pages in all; `cached_pages`: those no row holds, kept for
-    later prompts.
+    later prompts. `memory_planned_bytes`: weights and all pages. `out_of_memory`: times that memory ran out.
     """
 
     steps: int
@@ -287,6 +287,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     buckets: tuple[str, ...]
     memory_active_bytes: int
     memory_peak_bytes: int
+    memory_planned_bytes: int = 0
+    out_of_memory: int = 0
 
 
 class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):

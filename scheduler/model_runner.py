@@ -1,14 +1,30 @@
 """The configured model, on MLX."""
 
+from mlxd.batching.errors import ModelError, OutOfMemoryError
 from mlxd.batching.runner import Progress, Runner
 from mlxd.scheduler.config import Config
 
 
 def load_model_runner(config: Config, progress: Progress) -> Runner:
-    """The configured model on MLX. Imports MLX, so that clients and tests need not."""
+    """The configured model on MLX. Imports MLX, so that clients and tests need not.
+
+    Raises:
+        ModelError: it cannot be served, or memory ran out as it was loaded.
+    """
     from mlxd.batching.blas import ensure_blas
 
     ensure_blas()  # MLX takes the BLAS that is there when it is imported
+    from mlxd.batching.allocation import allocating
+
+    try:
+        with allocating():
+            return _load(config, progress)
+    except OutOfMemoryError as error:
+        name, budget = config.model.path, config.cache.budget
+        raise ModelError(f"{name}: memory ran out as it was loaded, cache.budget {budget}: {error}") from None
+
+
+def _load(config: Config, progress: Progress) -> Runner:
     from mlxd.batching.load import load_runner
 
     return load_runner(

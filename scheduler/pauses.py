@@ -20,8 +20,9 @@ class Pauses:
         self._unpause_at = max_unread_bytes // 4
 
     def update(self, stream: Stream, now: float) -> None:
-        """`stream` grew, was read or has another reader; nothing for one that ends or has ended."""
-        if stream.end_as or stream not in self._streams:
+        """`stream` grew, was read or has another reader. Nothing where it ends, or others wait for that."""
+        has_ended = stream.end_as or stream.transcript.terminal is not None or stream not in self._streams
+        if has_ended or stream.is_alone:
             return
         unread_bytes = stream.unread_bytes
         if stream.state == "paused":

@@ -83,6 +83,8 @@ def _engine_status(at: EngineSnapshot, now: float) -> wire.EngineStatus:
         buckets=at.buckets,
         memory_active_bytes=at.memory_active_bytes,
         memory_peak_bytes=at.memory_peak_bytes,
+        memory_planned_bytes=at.memory_planned_bytes,
+        out_of_memory=at.out_of_memory,
     )
 
 

@@ -1,6 +1,6 @@
 """Requests that are kept for their readers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -85,6 +85,12 @@ class Retention:
         """Keep it no more, if it was kept; nobody is told."""
         if self.get(stream.key) is stream:
             self._take(stream.key)
+
+    def take_others(self, tenants: Collection[str]) -> list[Stream]:
+        """Keep those of these tenants alone; returns what others had, of which `on_drop` is not told."""
+        gone = [self._shelves.pop(tenant) for tenant in tuple(self._shelves) if tenant not in tenants]
+        self._num_bytes -= sum(shelf.num_bytes for shelf in gone)
+        return [kept.stream for shelf in gone for kept in shelf.kept.values()]
 
     def expire(self, now: float) -> None:
         """Drop those whose time is over."""

@@ -88,6 +88,10 @@ class PrefixReuse:
             if self._disk is not None:
                 self._disk.remove(keys)
 
+    def clear(self) -> None:
+        """Nobody may begin with a page that is in memory; what is on disk stays."""
+        self.prefix.clear()
+
     def begin_step(self) -> None:
         if self._disk is not None:
             self._disk.begin_step()

@@ -181,6 +181,32 @@ class Scheduler:
             self._recorder.request(_request_stats(request, "failed", now))
         return [Finished(request.key, "failed", request.usage, error_code, error) for request in requests]
 
+    def start_over(self, error_code: str, error: str, now: float, events: list[Event]) -> Request | None:
+        """Give up launched steps and all that pages hold. The next plan is for a runner as new.
+
+        The row that entered last ends as "failed"; the others wait, to be computed again with the same draws.
+
+        Returns:
+            The request that ended; None where there was no row.
+        """
+        while self._launched:
+            self._lose(self._launched.popleft())
+        self.space.forget_all()
+        ended = self.batch.youngest
+        if ended is not None:
+            events.append(self._finish(ended, "failed", now, error_code, error))
+        self._next_step.preempted += ["memory"] * self.batch.send_all_back(now)
+        self.space.check_empty()
+        return ended
+
+    def _lose(self, step: Step) -> None:
+        """Its tokens will not be read; what it was to compute was charged, and will not be again."""
+        for request in step.decoding:
+            request.num_inflight -= 1
+            if request.state is not RequestState.FINISHED:
+                self.book.lose_token(request)
+        self._next_step.inherit(step)
+
     def end_all(self, outcome: str, error_code: str, error: str, now: float) -> list[Event]:
         """End every open request, in order of arrival."""
         return [

@@ -13,18 +13,15 @@ from pathlib import Path
 
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.text import Tokenizer
-from mlxd.caches.budget import parse_size
 from mlxd.metrics.exporter import Exporter, ExporterError
 from mlxd.metrics.health import STALL_S, judge
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.desk import Desk
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.errors import ConfigError, EngineFailedError, MlxdError, RejectedError
 from mlxd.scheduler.frontend import Frontend
 from mlxd.scheduler.intake import Served
-from mlxd.scheduler.journal import JournalWriter, NoJournal
-from mlxd.scheduler.journal_file import JournalFile
+from mlxd.scheduler.journal import JournalWriter, NoJournal, open_journal
 from mlxd.scheduler.reload import Reloader
 from mlxd.scheduler.watchdog import Watchdog, stacks
 
@@ -35,6 +32,7 @@ EXIT_FAILED, EXIT_HUNG = 1, 3
 SETTLE_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 10.0
 FORCED_STOP_TIMEOUT_S = 1.0
+WRITE_TIMEOUT_S = 5.0
 
 
 class Server:
@@ -104,7 +102,8 @@ class Server:
         Returns:
             The exit code: 0 after a drain, 1 where the engine failed, 3 where a thread hung or was dead.
         Raises:
-            ConfigError: the configuration, an address or a port cannot be used; nothing was started.
+            ConfigError, SettingError: the configuration, an address, a port or the journal's file cannot be
+                used; nothing was started.
             ModelError, EngineFailedError: the model cannot be loaded.
         """
         self._config.check()
@@ -123,9 +122,9 @@ class Server:
             serving = asyncio.create_task(frontend.run())
             try:
                 self._engine.start(frontend.post, self._on_progress)
-                exit_code = await self._live(frontend, serving, journal, metrics)
+                exit_code = await self._live(frontend, serving, metrics)
             finally:
-                await self._stop(frontend, serving)
+                await self._stop(frontend, serving, journal)
         exit_code = exit_code or (EXIT_FAILED if self.left_engine_behind else 0)
         logger.info("ended exit_code=%d", exit_code)
         return exit_code
@@ -136,13 +135,7 @@ class Server:
         self._engine.set_tenants(config.tenants)
         frontend.update(config)
 
-    async def _live(
-        self,
-        frontend: Frontend,
-        serving: asyncio.Task[None],
-        journal: JournalWriter | NoJournal,
-        metrics: str,
-    ) -> int:
+    async def _live(self, frontend: Frontend, serving: asyncio.Task[None], metrics: str) -> int:
         await self._until(lambda: self._is_over or self._engine.snapshot.state != "starting", serving)
         if not self._drain_requests and not self._watchdog.fault():
             # Its snapshot is seen a moment before it says that it is ready.
@@ -151,7 +144,7 @@ class Server:
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model.path)
             frontend.desk.served = Served(info, tokenizer)
-            self._restore(frontend.desk, journal)
+            frontend.desk.restore()
             self._tell_ready(info, metrics)
             await self._until(lambda: self._is_over, serving)
         if not self._is_over:
@@ -169,19 +162,7 @@ class Server:
         self._drain_requests = max(2, self._drain_requests)
         self.left_engine_behind = True
         self._engine.give_up(fault)
-        frontend.desk.give_up(fault)
-
-    def _restore(self, desk: Desk, journal: JournalWriter | NoJournal) -> None:
-        """Take over what the journal has; requests of tenants that are no more are dropped."""
-        tenants = {tenant.name for tenant in self._config.tenants}
-        entries = journal.take_entries()
-        for entry in entries:
-            if entry.key.tenant in tenants:
-                desk.restore(entry, journal.age_s(entry))
-            else:
-                journal.forget(entry.key)
-        if entries:
-            logger.info("journal: entries=%d open=%d", len(entries), desk.num_open)
+        frontend.desk.give_up(EngineFailedError(fault))
 
     def _tell_ready(self, info: RunnerInfo, metrics: str) -> None:
         logger.info(
@@ -197,23 +178,38 @@ class Server:
         if curve is not None:
             logger.info("encrypted submit=%s control=%s", curve.submit, curve.control)
 
-    async def _stop(self, frontend: Frontend, serving: asyncio.Task[None]) -> None:
-        """End what is open, the engine, which is left behind where it hangs, and the sockets."""
+    async def _stop(
+        self, frontend: Frontend, serving: asyncio.Task[None], journal: JournalWriter | NoJournal
+    ) -> None:
+        """End the engine, which is left behind where it hangs, what is open, and the sockets."""
+        error: MlxdError = RejectedError("draining", "the daemon stopped", retryable=True)
+        if not await self._stop_engine():
+            error = EngineFailedError("the engine does not answer")
+        elif self._failed:
+            error = EngineFailedError("the engine failed")
+        # Its last events were posted before its thread ended, so they are delivered by now.
+        frontend.desk.give_up(error)
+        await self._until_told(journal)
+        frontend.desk.tell_unwritten()
+        serving.cancel()
+        await asyncio.wait([serving])
+        await frontend.close()
+
+    async def _stop_engine(self) -> bool:
         asked = time.monotonic()
-        # The engine's last events are posted before its thread ends, so they are delivered by then.
-        while not (stopped := await asyncio.to_thread(self._engine.stop, POLL_S)):
+        while not await asyncio.to_thread(self._engine.stop, POLL_S):
             timeout_s = FORCED_STOP_TIMEOUT_S if self._forced else STOP_TIMEOUT_S
             if time.monotonic() - asked >= timeout_s:
                 self.left_engine_behind = True
                 logger.error("engine did not stop within %s s", timeout_s)
-                frontend.desk.give_up("the engine does not answer")
-                break
-        if stopped and self._failed:
-            # Where its last events got lost, too.
-            frontend.desk.give_up("the engine failed")
-        serving.cancel()
-        await asyncio.wait([serving])
-        await frontend.close()
+                return False
+        return True
+
+    async def _until_told(self, journal: JournalWriter | NoJournal) -> None:
+        """What waits for the journal is told, or it takes too long."""
+        deadline = time.monotonic() + (FORCED_STOP_TIMEOUT_S if self._forced else WRITE_TIMEOUT_S)
+        while journal.num_untold and journal.is_alive and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
 
     async def _until(self, condition: Callable[[], bool], serving: asyncio.Task[None]) -> None:
         """Returns early when a drain is asked; raises what ended the frontend."""
@@ -258,20 +254,13 @@ class Server:
     @contextmanager
     def _journal(self) -> Iterator[JournalWriter | NoJournal]:
         """Written to its end on the way out."""
-        settings = self._config.journal
-        if settings.durability == "none" or settings.path is None:
-            yield NoJournal()
-            return
-        file = JournalFile(
-            settings.path, fsync=settings.fsync == "always", max_bytes=parse_size(settings.max_bytes)
-        )
         loop = asyncio.get_running_loop()
 
         def on_loop(call: Callable[[], None]) -> None:
             with suppress(RuntimeError):  # the loop is closed when a write that hung comes back
                 loop.call_soon_threadsafe(call)
 
-        journal = JournalWriter(file, on_loop, self._recorder)
+        journal = open_journal(self._config, on_loop, self._recorder)
         try:
             yield journal
         finally:

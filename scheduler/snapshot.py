@@ -16,7 +16,9 @@ class SnapshotMaker:
         self._tenants: dict[str, TenantGauges] = {}
         self._notes = {"prefix": scheduler.space.prefix_note}
 
-    def make(self, *, state: str, now: float, last_step_at: float, busy_since: float) -> EngineSnapshot:
+    def make(
+        self, *, state: str, now: float, last_step_at: float, busy_since: float, out_of_memory: int = 0
+    ) -> EngineSnapshot:
         scheduler, counters, info = self._scheduler, self._runner.counters(), self._runner.info
         prefilling, prefill_tokens_left = scheduler.batch.prefill_backlog()
         return EngineSnapshot(
@@ -48,6 +50,8 @@ class SnapshotMaker:
             memory_active_bytes=counters.memory_active_bytes,
             memory_peak_bytes=counters.memory_peak_bytes,
             memory_cache_bytes=counters.memory_cache_bytes,
+            memory_planned_bytes=info.memory.weights_bytes + info.memory.kv_bytes,
+            out_of_memory=out_of_memory,
             notes=info.notes | self._notes,
         )
 

@@ -43,6 +43,16 @@ class Step:
     def is_empty(self) -> bool:
         return not self.decode and not self.chunks
 
+    def inherit(self, lost: "Step") -> None:
+        """Count what was planned in a step that nobody will read: it is told with this one."""
+        self.prompt_tokens.update(lost.prompt_tokens)
+        self.recomputed_tokens.update(lost.recomputed_tokens)
+        self.cached_tokens.update(lost.cached_tokens)
+        self.prefix_query_tokens.update(lost.prefix_query_tokens)
+        self.prefix_hit_tokens.update(lost.prefix_hit_tokens)
+        self.num_joined += lost.num_joined
+        self.preempted += lost.preempted
+
     def add_reused(self, request: Request) -> int:
         """Counts what a row that just entered found in the prefix cache.
 

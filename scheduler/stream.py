@@ -10,6 +10,7 @@ from msgspec import UNSET
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import Answer
 from mlxd.scheduler.events import RequestKey
+from mlxd.scheduler.journal_entries import Entry
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.transcript import Transcript
 
@@ -28,6 +29,9 @@ class Stream:
         digest: of the message that made it.
         is_whole: all of the answer comes in `done`.
         is_accepted: `accepted` may be told, and what follows it.
+        is_ended: its end may be told.
+        is_orphan: its tenant is no more; nobody but its reader is told of it.
+        is_alone: nothing else runs before it has ended.
         answer: None until its prompt is tokenised and the engine has it.
         session: its reader; None where that went away, or has got all.
         state: what it does, for its reader.
@@ -43,6 +47,9 @@ class Stream:
     is_whole: bool
     transcript: Transcript
     is_accepted: bool = False
+    is_ended: bool = False
+    is_orphan: bool = False
+    is_alone: bool = False
     state: Literal["waiting", "running", "paused"] = "waiting"
     message: wire.Generate | None = None
     answer: Answer | None = None
@@ -85,7 +92,7 @@ class Stream:
         Args:
             max_chunk_bytes: 0 where the reader's connection has no room.
         """
-        terminal = self.transcript.terminal
+        terminal = self.transcript.terminal if self.is_ended else None
         if self.is_whole:
             return self.transcript.whole(terminal) if isinstance(terminal, wire.Done) else terminal
         limit = max_chunk_bytes if self.credit is None else min(max_chunk_bytes, self.credit)
@@ -101,3 +108,12 @@ class Stream:
             self.seq += max(1, len(message.token_ids))
             if self.credit is not None:
                 self.credit -= num_bytes
+
+
+def stream_of(entry: Entry) -> Stream:
+    """What an earlier process accepted, without a reader."""
+    request_id, record = entry.key.request_id, entry.record
+    transcript = Transcript(request_id) if record is None else Transcript.restored(request_id, record)
+    stream = Stream(entry.key, entry.digest, entry.is_whole, transcript, is_accepted=True)
+    stream.message = entry.message
+    return stream

@@ -187,7 +187,7 @@ def _engine(engine: EngineStatus, *, details: bool) -> list[tuple[str, str]]:
             (f"pages {name}", f"{held} of {total}, {engine.cached_pages.get(name, 0)} cached")
             for name, (held, total) in engine.pages.items()
         ),
-        ("memory", f"{show_bytes(engine.memory_active_bytes)}, peak {show_bytes(engine.memory_peak_bytes)}"),
+        ("memory", _memory(engine)),
         (
             "graphs",
             f"{engine.graph_compiles} compiles, {engine.graph_retraces} retraces, "
@@ -195,6 +195,12 @@ def _engine(engine: EngineStatus, *, details: bool) -> list[tuple[str, str]]:
         ),
         *((("buckets", summarise_buckets(engine.buckets)),) if details else ()),
     ]
+
+
+def _memory(engine: EngineStatus) -> str:
+    active, peak, planned = engine.memory_active_bytes, engine.memory_peak_bytes, engine.memory_planned_bytes
+    shown = f"{show_bytes(active)}, peak {show_bytes(peak)}; planned {show_bytes(planned)}"
+    return f"{shown}; ran out {engine.out_of_memory} times" if engine.out_of_memory else shown
 
 
 def _fairness(fairness: FairnessStats) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """A daemon without a model in which one named point breaks: `python fault_points.py POINT ACTION CONFIG ARM`.
 
-The point works as always until the file ARM exists. ACTION: raise, hang or kill. With none of either, or with
-"quick" steps that take no time, nothing breaks.
+The point works as always until the file ARM exists. ACTION: raise, hang, kill, or starve: finds no memory
+once and removes the file. With none of either, or with "quick" steps that take no time, nothing breaks.
+"poison": each step of the request with POISON_SEED kills.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ from typing import Any
 
 from wire_daemon import runner, tokenizer
 
+from mlxd.batching.errors import OutOfMemoryError
 from mlxd.batching.fake_runner import FakePendingStep, FakeRunner
+from mlxd.batching.plan import DecodeEntry
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.engine import Engine
@@ -28,6 +31,7 @@ from mlxd.scheduler.server import Server
 from mlxd.scheduler.snapshot import SnapshotMaker
 
 STEP_S = 0.01
+POISON_SEED = 666
 ENGINE_POINTS = {
     "take a command": (Inbox, "take", "before"),
     "queue a request": (Scheduler, "submit", "before"),
@@ -47,7 +51,10 @@ JOURNAL_POINTS = {
 POINTS: dict[str, tuple[type, str, str]] = ENGINE_POINTS | JOURNAL_POINTS
 
 
-def act(action: str) -> None:
+def act(action: str, arm: Path) -> None:
+    if action == "starve":
+        arm.unlink()
+        raise OutOfMemoryError("[malloc] Unable to allocate 4096 bytes.")
     if action == "raise":
         raise RuntimeError("a fault as asked")
     if action == "hang":
@@ -61,13 +68,18 @@ def break_at(point: str, action: str, arm: Path) -> None:
 
     def broken(*args: Any, **options: Any) -> Any:
         if when == "before" and arm.exists():
-            act(action)
+            act(action, arm)
         result = call(*args, **options)
         if when == "after" and arm.exists():
-            act(action)
+            act(action, arm)
         return result
 
     setattr(owner, name, broken)
+
+
+def poison(entry: DecodeEntry) -> None:
+    if entry.row.seed == POISON_SEED:
+        act("kill")
 
 
 def main(point: str, action: str, path: str, arm: str) -> int:
@@ -75,7 +87,9 @@ def main(point: str, action: str, path: str, arm: str) -> int:
     config = Config.load(path)
     recorder = PrometheusRecorder([tenant.name for tenant in config.tenants], version="test")
     step_s = 0.0 if action == "quick" else STEP_S
-    engine = Engine(config, runner_factory=lambda config, progress: runner(step_s), recorder=recorder)
+    fault = poison if action == "poison" else None
+    made = runner(step_s, decode_fault=fault)
+    engine = Engine(config, runner_factory=lambda config, progress: made, recorder=recorder)
     if point in POINTS:
         break_at(point, action, Path(arm))
     server = Server(config, engine=engine, recorder=recorder, tokenizer=tokenizer())

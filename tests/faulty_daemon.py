@@ -36,6 +36,9 @@ class FaultyRunner:
             threading.Event().wait()
         return self._runner.launch(plan)
 
+    def reset(self) -> None:
+        self._runner.reset()
+
     def maintain(self) -> bool:
         return self._runner.maintain()
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import WIDE, Rig, make_rig, prompt_of
 
-from mlxd.batching.mlx_runner import MlxStep
+from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, StepPlan
 from mlxd.batching.row import Row
 from mlxd.batching.sampling_params import SamplingParams

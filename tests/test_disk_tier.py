@@ -75,8 +75,8 @@ class Machine:
 
     @property
     def files(self) -> list[Path]:
-        """Oldest first."""
-        return sorted((self.folder / "pages").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        """Oldest first; not one that is being written."""
+        return sorted((self.folder / "pages").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, make_rig, oracle, prompt_of, stored_bytes
 
-from mlxd.batching.mlx_runner import MlxStep
+from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import PrefillChunk, StepPlan
 from mlxd.batching.prefill import cohorts
 from mlxd.batching.row import Row

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_points import ENGINE_POINTS, JOURNAL_POINTS, POINTS
+from fault_points import ENGINE_POINTS, JOURNAL_POINTS, POINTS, POISON_SEED
 from fault_process import TIMEOUT_S, Collector, body, durable_config, expected, fault_process, tokens
 from wire_daemon import TERMINAL
 
@@ -91,6 +91,30 @@ def check_restart(
         if action == "kill" or not was_accepted:
             assert late[-1]["type"] in ("done", "error")
         assert late[-1]["type"] != "done" or tokens(late) == expected(3)
+
+
+def test_a_request_that_kills_the_daemon_each_time_takes_no_other_one_along(tmp_path: Path) -> None:
+    config = durable_config(tmp_path)
+    others = {f"other {seed}": seed for seed in range(10)}
+    with fault_process(tmp_path, config, action="poison") as first, first.peer() as peer:
+        for name, seed in others.items():
+            peer.send("generate", id=name, **body(seed))
+        while peer.receive()["type"] != "chunk":
+            pass
+        peer.send("generate", id="poison", **body(POISON_SEED))
+        assert first.process.wait(10) == -9
+    for _ in ("second", "third"):
+        with fault_process(tmp_path, config, action="poison") as killed:
+            assert killed.process.wait(20) == -9, killed.log
+    with fault_process(tmp_path, config, action="poison") as fourth, fourth.peer() as peer:
+        for name, seed in others.items():
+            peer.send("resume", id=name)
+            assert tokens(peer.until_terminal(name)) == expected(seed)
+        peer.send("resume", id="poison")
+        end = peer.until_terminal("poison")[-1]
+        assert (end["code"], "the last time with no other" in end["message"]) == ("engine_failed", True)
+        fourth.process.terminate()
+        assert fourth.process.wait(10) == 0
 
 
 def test_the_table_of_the_page_is_what_these_tests_show() -> None:

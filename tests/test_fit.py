@@ -13,7 +13,7 @@ from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.caches.disk_store import DiskStore
 from mlxd.caches.sizing import GroupPlan, GroupSpec, MemoryPlan, plan_memory
 from mlxd.scheduler import cli
-from mlxd.scheduler.config import CacheConfig, DiskConfig
+from mlxd.scheduler.config import CacheConfig, DiskConfig, JournalConfig
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.fit import check_disk, check_shares, longest_context
 
@@ -139,6 +139,32 @@ def test_check_names_the_line_of_what_does_not_fit(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"mlxd: {path}:1: tenants[1].kv_share is 0.0001, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "why"),
+    [
+        ("none/j", None, "the folder {tmp}/none does not exist"),
+        ("open/j", 0o755, "the folder {tmp}/open has mode 0755, so others may use it; it must be 0700"),
+    ],
+)
+def test_check_and_serve_refuse_a_place_for_the_journal_alike(
+    tmp_path: Path, name: str, mode: int | None, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(tmp_path)
+    if mode is not None:
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(mode)
+    place = str(tmp_path / name)
+    config = replace(
+        process_config(tmp_path, tmp_path), journal=JournalConfig(durability="accepted", path=place)
+    )
+    path = write_config(tmp_path, config)
+    for verb in ("check", "serve"):
+        assert cli.run([verb, str(path)]) == 2
+        line = f"mlxd: {path}:1: journal.path is {place!r}: {why.format(tmp=tmp_path)}\n"
+        assert capsys.readouterr().err.endswith(line)
+    assert not Path(place).exists()
 
 
 def test_check_tells_what_part_of_the_context_fits(

@@ -12,7 +12,8 @@ from test_journal_file import MESSAGE, RECORD, entries, key
 from mlxd.metrics.recorder import NullRecorder
 from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.journal import JournalWriter
-from mlxd.scheduler.journal_file import Accept, Change, JournalFile
+from mlxd.scheduler.journal_entries import Accept, Begun, Change, End, Keep
+from mlxd.scheduler.journal_file import JournalFile
 from mlxd.scheduler.transcript import Transcript
 
 
@@ -25,12 +26,12 @@ class GatedFile(JournalFile):
         self.writes: list[list[Change]] = []
         self._refuses = refuses
 
-    def write(self, changes: Sequence[Change]) -> None:
+    def write(self, changes: Sequence[Change]) -> list[JournalError | None]:
         self.gate.wait(5.0)
         if any(map(self._refuses, changes)):
             raise JournalError("journal_full", "as asked")
-        super().write(changes)
-        self.writes.append(list(changes))
+        self.writes.append([change for change in changes if not isinstance(change, Keep)])
+        return super().write(changes)
 
 
 class Told:
@@ -38,16 +39,19 @@ class Told:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.errors: dict[int, JournalError | None] = {}
+        self.errors: dict[object, JournalError | None] = {}
 
     def on_loop(self, call: Callable[[], None]) -> None:
         self._calls.put(call)
 
-    def accept(self, journal: JournalWriter, number: int) -> None:
+    def then(self, name: object) -> Callable[[JournalError | None], None]:
         def then(error: JournalError | None) -> None:
-            self.errors[number] = error
+            self.errors[name] = error
 
-        journal.accept(key(number), b"digest", MESSAGE, then)
+        return then
+
+    def accept(self, journal: JournalWriter, number: int) -> None:
+        journal.accept(key(number), b"digest", MESSAGE, self.then(number))
 
     def wait(self, count: int) -> None:
         for _ in range(count):
@@ -55,7 +59,7 @@ class Told:
 
 
 def writer(file: JournalFile, told: Told, **options: Any) -> JournalWriter:
-    return JournalWriter(file, told.on_loop, NullRecorder(), **options)
+    return JournalWriter(file, ["acme"], told.on_loop, NullRecorder(), **options)
 
 
 def test_what_waits_for_a_write_shares_the_next_one(tmp_path: Path) -> None:
@@ -82,12 +86,12 @@ def test_what_cannot_be_written_takes_nothing_else_with_it(tmp_path: Path) -> No
     for number in range(6):
         told.accept(journal, number)
     transcript = Transcript.restored("1", RECORD)
-    journal.end(key(1), transcript)
+    journal.end(key(1), transcript, told.then("end"))
     journal.forget(key(2))
     file.gate.set()
-    told.wait(6)
+    told.wait(7)
     assert journal.close()
-    assert [number for number, error in told.errors.items() if error] == [3]
+    assert [name for name, error in told.errors.items() if error] == [3]
     found = {entry.key: entry for entry in entries(tmp_path / "j")}
     assert set(found) == {key(0), key(1), key(4), key(5)}
     assert (found[key(1)].record, found[key(1)].ended_at) == (RECORD, 7.0)
@@ -95,8 +99,13 @@ def test_what_cannot_be_written_takes_nothing_else_with_it(tmp_path: Path) -> No
 
 def test_a_write_that_hangs_shows(tmp_path: Path) -> None:
     file, told = GatedFile(tmp_path / "j"), Told()
+    file.gate.set()
     journal = writer(file, told)
-    assert journal.busy_s == 0.0
+    told.accept(journal, 0)
+    told.wait(1)
+    while journal.busy_s:
+        pass
+    file.gate.clear()
     told.accept(journal, 1)
     while not journal.busy_s:
         pass
@@ -108,6 +117,35 @@ def test_a_write_that_hangs_shows(tmp_path: Path) -> None:
     assert journal.close()
     assert journal.busy_s == 0.0
     assert not journal.is_alive
+
+
+def test_ends_and_beginnings_are_told_once_the_file_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, told = GatedFile(tmp_path / "j", lambda change: isinstance(change, End)), Told()
+    journal = writer(file, told)
+    told.accept(journal, 1)
+    journal.start(key(1), Begun.AGAIN, told.then("start"))
+    journal.end(key(1), Transcript.restored("1", RECORD), told.then("end"))
+    assert (journal.num_untold, told.errors) == (3, {})
+    file.gate.set()
+    told.wait(3)
+    assert (journal.num_untold, list(told.errors)) == (0, [1, "start", "end"])
+    assert [error and error.reason for error in told.errors.values()] == [None, None, "journal_full"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "journal: a change was not written (End): as asked"
+    ]
+    assert journal.close()
+
+
+def test_what_tenants_that_are_no_more_have_is_neither_told_nor_kept(tmp_path: Path) -> None:
+    file, told = GatedFile(tmp_path / "j"), Told()
+    file.gate.set()
+    file.write([Accept(key(1), b"", MESSAGE), Accept(key(1, "gone"), b"", MESSAGE)])
+    journal = writer(file, told)
+    assert [entry.key for entry in journal.take_entries()] == [key(1)]
+    assert journal.close()
+    assert [entry.key for entry in entries(tmp_path / "j")] == [key(1)]
 
 
 @pytest.mark.parametrize(("now", "age_s"), [(100.0, 100.0), (7.0, 7.0), (-5.0, 0.0)])

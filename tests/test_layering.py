@@ -15,6 +15,7 @@ MLX = {"mlx", "mlx_lm"}
 MLX_OWNERS = {
     "batching": {
         "activation",
+        "allocation",
         "attention",
         "attention_kernel",
         "attention_quantized",
@@ -27,6 +28,7 @@ MLX_OWNERS = {
         "load",
         "memory",
         "mlx_runner",
+        "mlx_step",
         "model",
         "page_softmax",
         "prefill",
@@ -70,6 +72,7 @@ OWNERS = {
     "prometheus_client": {"metrics.exporter", "metrics.prometheus"},
     "time": {
         "batching.mlx_runner",
+        "batching.mlx_step",
         "batching.tuning",
         "metrics.exporter",
         "metrics.prometheus",

@@ -244,3 +244,19 @@ def test_random_rows_leave_references_order_and_pages_consistent(seed: int) -> N
     assert [pool.num_held for pool in rows.pools] == [unused, unused]
     rows.evict(unused)
     assert all(pool.num_held == 0 for pool in rows.pools)
+
+
+def test_a_cleared_cache_has_nothing_to_find_or_to_tell_and_what_ran_meanwhile_adds_nothing() -> None:
+    rows = Rows()
+    rows.cache = PrefixCache((FULL, OTHER), rows.pools, SIZE, "model", SECRET, most_new=8)
+    rows.enter("aaaabbbb").leave()
+    running = rows.enter("ccccdddd")
+    running.share()
+    assert rows.cache.num_new == 8
+    rows.cache.clear()
+    rows.check()
+    running.leave()
+    assert [rows.num_idle, rows.cache.num_new, rows.found("aaaabbbb"), rows.found("ccccdddd")] == [0] * 4
+    assert [pool.num_used for pool in rows.pools] == [0, 0]
+    rows.enter("aaaabbbb").leave()
+    assert rows.found("aaaabbbb") == 2

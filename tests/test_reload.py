@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from curve_daemon import KEYS, CurveDaemon, KeyPeer, curve_config
+from fault_process import durable_config
 from scheduling import World, make_config, make_tenant, submission
 from wire_daemon import Daemon, Peer, config, runner, token, wait_until
 
@@ -46,10 +47,12 @@ class Reloadable:
 
 
 @contextmanager
-def reloadable(folder: Path, *, curve: bool = False, step_s: float = 0.002) -> Iterator[Reloadable]:
+def reloadable(
+    folder: Path, *, curve: bool = False, step_s: float = 0.002, settings: Config | None = None
+) -> Iterator[Reloadable]:
     path = folder / "mlxd.yaml"
-    settings, kind = (curve_config(folder), CurveDaemon) if curve else (config(folder), Daemon)
-    with kind(settings, runner(step_s), path=path) as daemon:
+    chosen, kind = (curve_config(folder), CurveDaemon) if curve else (settings or config(folder), Daemon)
+    with kind(chosen, runner(step_s), path=path) as daemon:
         daemon.wait_ready()
         yield Reloadable(daemon, path)
 
@@ -94,6 +97,43 @@ def test_a_new_tenant_gets_in_and_one_that_is_gone_ends_alone(tmp_path: Path) ->
         assert it.daemon.metric("mlxd_requests_total", tenant="acme", outcome="revoked") == 1
         assert it.daemon.metric("mlxd_requests_running", tenant="acme") == 0
         assert it.daemon.metric("mlxd_requests_total", tenant="gamma", outcome="length") == 1
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_who_gets_the_name_of_a_tenant_that_is_gone_gets_nothing_of_what_it_had(
+    tmp_path: Path, is_durable: bool
+) -> None:
+    settings = durable_config(tmp_path) if is_durable else config(tmp_path)
+    mine = {"prompt": "hi", "sampling": {"max_tokens": 5, "seed": 1}}
+    with reloadable(tmp_path, settings=settings) as it, it.daemon.submit() as old:
+        old.send("generate", id="ended", **mine)
+        old.until_terminal("ended")
+        old.send("generate", id="open", prompt="hi", sampling=FOREVER | {"seed": 1})
+        assert [old.receive()["type"] for _ in range(2)] == ["accepted", "chunk"]
+        it.reload(*it.all_but("acme"))
+        it.reload(*it.all_but("acme"), it.tenant("acme", token_sha256=token_hash("new")))
+        assert old.until_terminal("open")[-1]["code"] == "revoked"
+        with Peer(it.config.server.submit) as new:
+            assert new.ask("hello", v=1, token="new")["tenant"] == "acme"
+            for name in ("ended", "open"):
+                assert new.ask("resume", id=name)["code"] == "gone"
+            new.send("generate", id="ended", **mine)
+            assert new.until_terminal("ended")[-1]["type"] == "done"
+            assert it.daemon.metric("mlxd_requests_accepted_total", tenant="acme") == 3
+
+
+def test_an_open_request_of_a_tenant_that_is_gone_is_told_to_its_reader_alone(tmp_path: Path) -> None:
+    with reloadable(tmp_path, step_s=0.5) as it, it.daemon.submit() as old:
+        asked = {"prompt": "hi", "sampling": FOREVER | {"seed": 1}}
+        old.send("generate", id="open", **asked)
+        assert [old.receive()["type"] for _ in range(2)] == ["accepted", "chunk"]
+        it.reload(*it.all_but("acme"))
+        it.reload(*it.all_but("acme"), it.tenant("acme", token_sha256=token_hash("new")))
+        with Peer(it.config.server.submit) as new:
+            assert new.ask("hello", v=1, token="new")["tenant"] == "acme"
+            assert new.ask("resume", id="open")["code"] == "gone"
+            assert new.ask("generate", id="open", **asked)["reason"] == "id_conflict"
+        assert old.until_terminal("open")[-1]["code"] == "revoked"
 
 
 def test_a_token_is_replaced_without_a_gap(tmp_path: Path) -> None:

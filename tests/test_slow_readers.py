@@ -16,7 +16,7 @@ from wire_daemon import TERMINAL, Daemon, Peer, config, daemon_of, runner, token
 from mlxd.batching.fake_runner import fake_completion
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import SchedulerConfig
-from mlxd.scheduler.events import RequestKey
+from mlxd.scheduler.events import RequestKey, Usage
 from mlxd.scheduler.open_streams import OpenStreams
 from mlxd.scheduler.pauses import Pauses
 from mlxd.scheduler.readers import Readers
@@ -125,7 +125,17 @@ def ending(stream: Stream) -> None:
     stream.end_as = "cancelled"
 
 
-@pytest.mark.parametrize("change", [Stream.detach, whole, not_accepted, ending])
+def waiting_for_the_journal(stream: Stream) -> None:
+    stream.transcript.terminal = wire.Done(id="a", finish_reason="stop", usage=Usage(1, 100))
+
+
+def alone(stream: Stream) -> None:
+    stream.is_alone = True
+
+
+@pytest.mark.parametrize(
+    "change", [Stream.detach, whole, not_accepted, ending, waiting_for_the_journal, alone]
+)
 def test_it_is_not_paused_where_its_client_is_not_to_blame(change: Callable[[Stream], None]) -> None:
     engine, (stream, streams) = FakeEngine(), one_stream(1000)
     change(stream)
