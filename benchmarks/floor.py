@@ -23,7 +23,13 @@ def on_cpu() -> bool:
 def read_rate() -> float:
     """Bytes a second that MLX reads of one large matrix, at best: by a sum or by a product with a vector."""
     size = (_ON_CPU_BYTES if on_cpu() else _ON_GPU_BYTES) // 4
-    matrix, vector = mx.ones((size // _COLUMNS, _COLUMNS), mx.float32), mx.ones((_COLUMNS, 1), mx.float32)
+    rate = _matrix_rate(mx.ones((size // _COLUMNS, _COLUMNS), mx.float32))
+    mx.clear_cache()
+    return rate
+
+
+def _matrix_rate(matrix: mx.array) -> float:
+    vector = mx.ones((_COLUMNS, 1), mx.float32)
     mx.eval(matrix, vector)
     times = []
     for read in (matrix.sum, lambda: matrix @ vector):
@@ -31,10 +37,7 @@ def read_rate() -> float:
             begun = time.perf_counter()
             mx.eval(read())
             times.append(time.perf_counter() - begun)
-    rate = matrix.nbytes / min(times)
-    del matrix
-    mx.clear_cache()
-    return rate
+    return matrix.nbytes / min(times)
 
 
 def weights_bytes(model: nn.Module) -> int:
