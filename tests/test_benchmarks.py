@@ -162,7 +162,7 @@ def test_a_server_that_counts_other_tokens_ends_the_benchmark() -> None:
 def test_answers_are_compared_up_to_their_first_difference() -> None:
     one = [Answer(ASKS[0], 0.0, text=text) for text in (" abcd", "abcd", "")]
     other = [Answer(ASKS[0], 0.0, text=text) for text in ("abcd", "abxd", "")]
-    assert same(one, other) == {"same_answers": 2, "same_until": 0.5}
+    assert same(one, other) == {"same_answers": 2, "same_until": 0.833}
 
 
 SIDES = {"model": "m", "rows": 8, "context": 64, "lengths": "aligned", "load": 0.7, "length": 100}
