@@ -48,9 +48,7 @@ def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
     figure, (speeds, gaps, moves) = _panels(3)
     runs = _of_kind(lines, "waves", "poisson")
     names = _distinct((line["model"], line["rows"], line.get("load")) for line in runs)
-    labels = [
-        f"{model} x {rows}\n{'waves' if load is None else f'load {load}'}" for model, rows, load in names
-    ]
+    labels = [f"{model} x {rows}\n{f'load {load}' if load else 'waves'}" for model, rows, load in names]
 
     def values(side: str, name: str) -> list[float]:
         return [_median(runs, name, side=side, model=m, rows=rows, load=load) for m, rows, load in names]
