@@ -108,12 +108,12 @@ def draw_serve(lines: Sequence[Line], path: Path) -> None:
 
 
 def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
-    """Device time by part, and host time beside it, for each model and number of rows."""
+    """Device time by part and, where a step is one graph, host time beside it."""
     wholes = {(line["model"], line["rows"]): line for line in _of_kind(lines, "whole")}
-    parts = _of_kind(lines, "part")
-    hosts = {(line["model"], line["rows"]): line for line in _of_kind(lines, "host")}
+    is_apart = all(line["one_graph"] for line in wholes.values())
     labels = [f"{model}\nx {rows}" for model, rows in wholes]
-    figure, (device, host) = _panels(2)
+    figure, all_axes = _panels(2 if is_apart else 1)
+    parts = _of_kind(lines, "part")
     shown = {
         name: [
             next(_device_ms(p) for p in parts if (p["model"], p["rows"], p["part"]) == (*case, name))
@@ -122,21 +122,20 @@ def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
         for name in ("products", "attention", "sampling, greedy")
     }
     known = [sum(values) for values in zip(*shown.values(), strict=True)]
-    waits = [_device_ms(line) for line in wholes.values()]
-    shown["rest"] = [max(0.0, wait - part) for wait, part in zip(waits, known, strict=True)]
-    _stack(device, labels, shown)
-    device.set(title="device, ms", xlabel="one step from an idle device")
-    _stack(
-        host,
-        labels,
-        {
+    whole = [_device_ms(line) for line in wholes.values()]
+    shown["rest"] = [max(0.0, all_ms - part_ms) for all_ms, part_ms in zip(whole, known, strict=True)]
+    _stack(all_axes[0], labels, shown)
+    all_axes[0].set(title="device, ms a step" if is_apart else "processor time, ms a step")
+    if is_apart:
+        hosts = {(line["model"], line["rows"]): line for line in _of_kind(lines, "host")}
+        host = {
             "schedule": [hosts[case]["schedule_ms"] for case in wholes],
             "build": [line["build_ms"] for line in wholes.values()],
-            "launch": [line["launch_ms"] if line["one_graph"] else 0.0 for line in wholes.values()],
+            "launch": [line["launch_ms"] for line in wholes.values()],
             "text (another thread)": [hosts[case]["text_ms"] for case in wholes],
-        },
-    )
-    host.set(title="host, ms")
+        }
+        _stack(all_axes[1], labels, host)
+        all_axes[1].set(title="host, ms a step")
     _save(figure, path)
 
 
