@@ -45,7 +45,8 @@ def draw_decode(lines: Sequence[Line], path: Path) -> None:
 
 def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
     """Throughput of waves and of Poisson arrivals, gaps between tokens, and joins and leaves."""
-    figure, (speeds, gaps, moves) = _panels(3)
+    costs = _of_kind(lines, "join_leave")
+    figure, (speeds, gaps, *moves) = _panels(3 if costs else 2)
     runs = _of_kind(lines, "waves", "poisson")
     names = _distinct((line["model"], line["rows"], line.get("load")) for line in runs)
     labels = [f"{model} x {rows}\n{f'load {load}' if load else 'waves'}" for model, rows, load in names]
@@ -65,7 +66,8 @@ def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
     _log_y(gaps)
     gaps.set_xticks(range(len(names)), labels, fontsize="x-small")
     gaps.legend(fontsize="x-small")
-    _draw_moves(moves, _of_kind(lines, "join_leave"))
+    for axes in moves:
+        _draw_moves(axes, costs)
     _save(figure, path)
 
 
@@ -78,8 +80,7 @@ def _draw_moves(axes: Axes, costs: Sequence[Line]) -> None:
             axes.plot(lengths, ms, style, marker="o", color=_COLOURS[str(side)], label=label)
     axes.set(title="a join, a leave, ms over a step", xlabel="tokens of the rows beside it")
     axes.grid(alpha=0.3)
-    if costs:
-        axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small")
 
 
 def draw_serve(lines: Sequence[Line], path: Path) -> None:
