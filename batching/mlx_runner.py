@@ -14,7 +14,7 @@ from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
 from mlxd.batching.memory import main_dtype
-from mlxd.batching.mlx_step import MlxStep, StepClock
+from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
 from mlxd.batching.prefill import cohorts, prefill
 from mlxd.batching.row import Row
@@ -83,7 +83,7 @@ class MlxRunner:
         self._default_attention = variant("gathered")
         self._trace_bound_s = trace_bound_s
         self._trace_s = 0.0
-        self._clock = StepClock()
+        self._clock = StepClock(launch_blocks=mx.default_device() == mx.Device(mx.cpu))
         install_seam(model)
         self.reset()
 
@@ -148,13 +148,16 @@ class MlxRunner:
             IndexError: a row's position is outside its pages. Nothing was launched for it.
             OutOfMemoryError: part of it may have run; see `Runner.launch`.
         """
+        begun_at = time.perf_counter()
         with allocating():
             self._copy(plan.copies)
             self._scrub(plan.scrub)
             self._restore(plan.restored)
             draw, compiled = self._decode(plan.decode) if plan.decode else (None, False)
+            decoded_at = time.perf_counter()
             roots = self._prefill(plan.prefill)
-        return MlxStep(self._clock, plan, draw, roots, compiled)
+        launch = Launch(begun_at, decoded_at, time.perf_counter())
+        return MlxStep(self._clock, launch, plan, draw, roots, compiled)
 
     def _scrub(self, pages: Sequence[tuple[int, ...]]) -> None:
         for storages, dirty in zip(self._storages, pages, strict=False):

@@ -23,7 +23,7 @@ from mlxd.scheduler.events import Event, RequestKey, Submission
 from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.scheduler import Scheduler
 
-CAPS = {"kv_reserve": 0.01, "tokens_per_minute": 10_000_000, "max_prefilling": 1}
+CAPS = {"tokens_per_minute": 10_000_000, "max_prefilling": 1}
 
 
 def make_scheduler(
@@ -39,7 +39,7 @@ def make_scheduler(
             max_running=rows,
             max_waiting=waiting,
             max_priority="interactive",
-            **({} if plain or i % 3 else CAPS),
+            **({} if plain or i % 3 else CAPS | {"kv_reserve": min(0.01, 1 / tenants)}),
         )
         for i in range(tenants)
     )

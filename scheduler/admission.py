@@ -7,10 +7,12 @@ from mlxd.scheduler.backfill import Backfill
 from mlxd.scheduler.config import SchedulerConfig
 from mlxd.scheduler.events import Rejected
 from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.line import Line
 from mlxd.scheduler.policy import Policy
 from mlxd.scheduler.preemption import Preemption
 from mlxd.scheduler.request import Request
-from mlxd.scheduler.tenants import Tenant, TenantBook
+from mlxd.scheduler.tenant import Tenant
+from mlxd.scheduler.tenants import TenantBook
 
 _CAPS = ("max_running", "kv_share", "tokens_per_minute")
 _RETRY_MIN_MS, _RETRY_MAX_MS = 50, 60_000
@@ -77,7 +79,7 @@ class Admission:
         """
         tenant = self._book[request.tenant]
         if not tenant.queue.competes(request.priority):
-            self._policy.activate(tenant, self._book.peers(request))
+            self._policy.activate(tenant, self._book.line.rivals(tenant, request.level))
         self._book.enqueue(request, now)
 
     def never_fits(self, request: Request, tenant: Tenant) -> str:
@@ -154,19 +156,25 @@ class Admission:
 
     def _next_in_line(self, room: int, now: float) -> Iterator[Request]:
         """Each tenant's next request that no cap of the tenant holds back; in order."""
-        queued = self._book.queued.values()
-        for tenant in queued:
-            if tenant.is_held and self.held_back(tenant, tenant.head, room, now) not in _CAPS:
-                tenant.is_held = False
-                self._policy.activate(tenant, self._book.peers(tenant.head))
-        for tenant in sorted(queued, key=self._rank):
+        line = self._book.line
+        self._free_held(line, room, now)
+        for tenant in line:
             reason = self.held_back(tenant, tenant.head, room, now)
             tenant.is_held = reason in _CAPS
-            if not reason:
+            if tenant.is_held:
+                line.note(tenant)
+            elif not reason:
                 yield tenant.head
 
-    def _rank(self, tenant: Tenant) -> tuple[int, tuple[float, str]]:
-        return (tenant.head.level, self._policy.rank(tenant))
+    def _free_held(self, line: Line, room: int, now: float) -> None:
+        """Tenants that no cap of theirs holds any more compete again."""
+        for tenant in line.held(now):
+            if self.held_back(tenant, tenant.head, room, now) not in _CAPS:
+                tenant.is_held = False
+                self._policy.activate(tenant, line.rivals(tenant, tenant.head.level))
+                line.note(tenant)
+            elif not tenant.num_running:
+                line.stand_aside(tenant, tenant.ready_at(now))
 
     def held_back(self, tenant: Tenant, request: Request, room: int, now: float) -> str:
         """The tenant's setting that keeps its request waiting, or ""; "in_flight": its last row's token."""
@@ -178,7 +186,7 @@ class Admission:
             return "max_prefilling"
         if request.num_inflight:
             return "in_flight"
-        if tenant.bucket is not None and tenant.bucket.ready_at(request.quota, now) > now:
+        if tenant.ready_at(now) > now:
             return "tokens_per_minute"
         return ""
 
@@ -202,11 +210,7 @@ class Admission:
 
     def ready_at(self, now: float) -> float | None:
         """When the first tenant has tokens for its next request, where a minute's tokens hold any back."""
-        times = [
-            tenant.bucket.ready_at(tenant.head.quota, now)
-            for tenant in self._book.queued.values()
-            if tenant.bucket is not None
-        ]
+        times = [tenant.ready_at(now) for tenant in self._book.queued.values() if tenant.bucket is not None]
         return min(times, default=None)
 
 

@@ -13,7 +13,8 @@ from mlxd.scheduler.prefill import PrefillBudget, PrefillTurns
 from mlxd.scheduler.priority import Priority
 from mlxd.scheduler.request import Request, RequestState
 from mlxd.scheduler.step import Step
-from mlxd.scheduler.tenants import Tenant, TenantBook
+from mlxd.scheduler.tenant import Tenant
+from mlxd.scheduler.tenants import TenantBook
 
 
 class Batch:
@@ -53,6 +54,7 @@ class Batch:
         self._max_rows = min(config.max_rows, info.memory.max_rows, info.max_batch)
         self._turns = PrefillTurns(policy, book)
         self._running: dict[int, Request] = {}
+        self._prefilling: dict[int, Request] = {}
         self._num_of_class = [0] * len(Priority)
         self._left: list[int] = []
         self.num_entered = 0
@@ -63,8 +65,7 @@ class Batch:
 
     def prefill_backlog(self) -> tuple[int, int]:
         """Rows in prefill, and the positions they still have to compute."""
-        left = [request.prefill_left for request in self._running.values()]
-        return sum(1 for n in left if n), sum(left)
+        return len(self._prefilling), sum(request.prefill_left for request in self._prefilling.values())
 
     def waits(self, now: float) -> dict[str, int]:
         """Queued requests, by what their tenant's next one waits for: "rows", "pages" or a setting."""
@@ -80,7 +81,7 @@ class Batch:
         if not was_short:
             self._make_way(step, now)
         for request in list(self._running.values()):
-            if request.row is not None and request.can_decode:
+            if request.can_decode and request.row is not None:
                 self._plan_decode(step, request)
         # Pages that a row lacks are not for newcomers.
         may_enter = not (was_short or self._is_short_of_pages) or not self._running
@@ -106,6 +107,7 @@ class Batch:
         self._book.leave(request)
         self._space.leave(request)
         del self._running[row.row_id]
+        self._prefilling.pop(row.row_id, None)
         self._num_of_class[request.level] -= 1
         if request.num_computed > row.num_reused:
             self._left.append(row.row_id)
@@ -132,13 +134,13 @@ class Batch:
         return len(rows)
 
     def _plan_decode(self, step: Step, request: Request) -> None:
-        if self._make_room(step, request, request.num_computed + 1):
+        end = request.num_computed + 1
+        if self._space.grow(request, end) or self._make_room(step, request, end):
             self._add_decode(step, request)
 
     def _plan_prefill(self, step: Step) -> None:
         """Chunks by turns. None of them may preempt: the row it would hit can be in the step already."""
-        rows = [request for request in self._running.values() if request.prefill_left > 0]
-        first, ahead = self._turns.split(rows)
+        first, ahead = self._turns.split(list(self._prefilling.values()))
         while rows := first or ahead:
             request = self._turns.pick(rows)
             rows.remove(request)
@@ -172,6 +174,8 @@ class Batch:
         num_tokens = end - request.num_computed
         prompt_tokens = step.add_chunk(request, end)
         tenant.prefilled(request, num_tokens)
+        if request.prefill_left == 0:
+            del self._prefilling[step.chunks[-1].row.row_id]
         again = num_tokens - prompt_tokens if request.pays_again else 0
         if prompt_tokens or again:
             self._charge(step, tenant, prompt_tokens, again)
@@ -226,7 +230,7 @@ class Batch:
 
     def _prefill_room(self) -> int:
         """Tokens of chunks that this step's budget holds beside those of rows in prefill."""
-        prefilling = (request for request in self._running.values() if request.prefill_left > 0)
+        prefilling = self._prefilling.values()
         taken = sum(request.chunk_end(self._chunk) - request.num_computed for request in prefilling)
         return max(0, self.budget.tokens - taken)
 
@@ -265,6 +269,8 @@ class Batch:
             request.entered_at = now
         request.entered_step, request.entered_output = step.step_id, len(request.output)
         self._running[request.row.row_id] = request
+        if request.prefill_left > 0:
+            self._prefilling[request.row.row_id] = request
         self._num_of_class[request.level] += 1
         cached_tokens = step.add_reused(request)
         charged = request.row.num_reused if request.pays_again else cached_tokens

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.policy import Policy
-from mlxd.scheduler.tenants import Tenant, TenantBook
+from mlxd.scheduler.tenant import Tenant
+from mlxd.scheduler.tenants import TenantBook
 
 WINDOW = 60
 _SAMPLE_S = 1.0

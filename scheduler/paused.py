@@ -71,14 +71,11 @@ class Paused:
         """
         for request in [r for r in self._returning.values() if not r.num_inflight]:
             del self._returning[request.number]
+            if request.state is RequestState.FINISHED:
+                continue
             self._book.unpause(request)
             request.transition(RequestState.PREEMPTED)
             request.last_token_at = None  # the gap was its client's own
             self._admission.queue(request, now)
         reasons, self._num_rows_left = ["credit"] * self._num_rows_left, 0
         return reasons
-
-    def drop(self, request: Request) -> None:
-        """A request without a row ended."""
-        self._returning.pop(request.number, None)
-        self._book.drop(request)

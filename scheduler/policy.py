@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from mlxd.scheduler.config import SchedulerConfig
-from mlxd.scheduler.tenants import Tenant
+from mlxd.scheduler.tenant import Tenant
 
 
 class Policy(Protocol):
     """Orders tenants that have a queue and whose next requests are of one class."""
 
-    def rank(self, tenant: Tenant) -> tuple[float, str]:
-        """Smallest is next; unique among tenants."""
+    def rank(self, tenant: Tenant) -> tuple[float, ...]:
+        """Smallest is next, ties by name. Changes with its service, its rows and its queue alone."""
         ...
 
     def counter(self, tenant: Tenant) -> float:
@@ -19,7 +19,10 @@ class Policy(Protocol):
         ...
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
-        """`tenant` competes from now on, which it did not for a while; `others` do already."""
+        """`tenant` competes from now on, which it did not for a while; `others` do already.
+
+        Of these, whoever has the lowest counter suffices.
+        """
         ...
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
@@ -46,7 +49,9 @@ class _Metered:
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         prompt = prompt_tokens + self._cached_weight * cached_tokens
-        cost = (self._prompt_weight * prompt + self._output_weight * output_tokens) / tenant.weight
+        work = self._prompt_weight * prompt + self._output_weight * output_tokens
+        cost = work / tenant.weight
+        tenant.work += work
         tenant.service += cost
         tenant.received += cost
         self._last_charged = tenant.service
@@ -55,8 +60,8 @@ class _Metered:
 class FcfsPolicy(_Metered):
     """First come, first served, over all tenants. Service is counted for the metrics and orders nothing."""
 
-    def rank(self, tenant: Tenant) -> tuple[float, str]:
-        return (tenant.head.number, tenant.name)
+    def rank(self, tenant: Tenant) -> tuple[float, ...]:
+        return (tenant.head.number,)
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
         pass
@@ -66,7 +71,9 @@ class FcfsPolicy(_Metered):
 
 
 class FairPolicy(_Metered):
-    """Virtual token counters: the tenant that was served least for its weight is next, ties by name.
+    """Virtual token counters: the tenant that was served least for its weight is next.
+
+    Of equals, as whoever returns is with the lowest, it is the one that has fewer rows for its weight.
 
     A tenant is charged as its work is done, and nothing is given back. Prompt tokens of its rows that are
     still to be computed count for its rank, so that one step does not admit many requests on one low counter.
@@ -76,8 +83,8 @@ class FairPolicy(_Metered):
     Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588.
     """
 
-    def rank(self, tenant: Tenant) -> tuple[float, str]:
-        return (self.counter(tenant), tenant.name)
+    def rank(self, tenant: Tenant) -> tuple[float, ...]:
+        return (self.counter(tenant), tenant.num_running / tenant.weight)
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
         floor = min(map(self.counter, others), default=self._last_charged)

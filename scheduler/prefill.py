@@ -6,7 +6,8 @@ from operator import attrgetter
 
 from mlxd.scheduler.policy import Policy
 from mlxd.scheduler.request import Request
-from mlxd.scheduler.tenants import Tenant, TenantBook
+from mlxd.scheduler.tenant import Tenant
+from mlxd.scheduler.tenants import TenantBook
 
 _DECAY = 0.8
 

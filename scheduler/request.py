@@ -49,6 +49,7 @@ class Request:
         stop_ids: tokens that end it: its own stop ids, and the model's unless ignore_eos.
         worst_case: pages it may hold at most.
         output: tokens drawn and read.
+        most_positions: that it may ever have; the token drawn last gets none.
         num_computed: positions whose keys and values are scheduled or there.
         num_inflight: tokens being drawn by launched steps that were not read yet.
         num_charged: prompt positions its tenant was charged for; a recomputation is not charged again.
@@ -74,6 +75,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     row: Row | None = None
     output: list[int] = field(default_factory=list)
+    most_positions: int = field(init=False)
     prefill_end: int = 0
     num_computed: int = 0
     num_inflight: int = 0
@@ -93,6 +95,9 @@ class Request:
     first_token_at: float | None = None
     last_token_at: float | None = None
 
+    def __post_init__(self) -> None:
+        self.most_positions = len(self.prompt) + self.sampling.max_tokens - 1
+
     @property
     def tenant(self) -> str:
         return self.key.tenant
@@ -110,9 +115,8 @@ class Request:
 
     @property
     def can_decode(self) -> bool:
-        """Whether its next step may draw a token: its chunks are all scheduled, max_tokens are not drawn."""
-        drawn = len(self.output) + self.num_inflight
-        return self.num_computed >= self.prefill_end and drawn < self.sampling.max_tokens
+        """Whether its row's next step draws a token: its chunks are scheduled, max_tokens are not drawn."""
+        return self.prefill_end <= self.num_computed < self.most_positions
 
     @property
     def num_drawn(self) -> int:

@@ -20,7 +20,8 @@ class Reserves:
         self._limits = tuple(limits)
         self._own = {name: _pages(share, limits) for name, share in shares.items() if share > 0}
         self._used = {name: [0] * len(limits) for name in self._own}
-        self._kept = [sum(own[group] for own in self._own.values()) for group in range(len(limits))]
+        self._all = tuple(sum(own[group] for own in self._own.values()) for group in range(len(limits)))
+        self._kept = list(self._all)
 
     def kept_from(self, name: str) -> tuple[int, ...]:
         """Pages a group that are kept for tenants other than `name`."""
@@ -36,11 +37,9 @@ class Reserves:
 
     def ever_allows(self, name: str, reservation: Reservation) -> bool:
         """Whether the promise could be made to `name` with nothing promised yet."""
-        others = [own for tenant, own in self._own.items() if tenant != name]
-        return all(
-            n + sum(own[group] for own in others) <= limit
-            for group, (n, limit) in enumerate(zip(reservation.pages, self._limits, strict=True))
-        )
+        own = self._own.get(name, (0,) * len(self._limits))
+        needs = zip(reservation.pages, self._all, own, self._limits, strict=True)
+        return all(n + kept - mine <= limit for n, kept, mine, limit in needs)
 
     def promise(self, name: str, reservation: Reservation) -> None:
         self._move(name, reservation, 1)

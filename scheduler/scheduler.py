@@ -8,15 +8,14 @@ from mlxd.batching.plan import RowResult, StepPlan, StepResult
 from mlxd.batching.runner import RunnerInfo
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.metrics.recorder import NullRecorder, Recorder
-from mlxd.metrics.stats import RequestStats, StepStats
+from mlxd.metrics.stats import StepStats
 from mlxd.scheduler.admission import Admission
 from mlxd.scheduler.batch import Batch
 from mlxd.scheduler.config import Config, TenantLimits
-from mlxd.scheduler.deadlines import Deadlines
-from mlxd.scheduler.errors import RevokedError
-from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.events import Accepted, Event, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.fairness import FairnessMeter
 from mlxd.scheduler.kv_space import KvSpace
+from mlxd.scheduler.open_requests import OpenRequests
 from mlxd.scheduler.paused import Paused
 from mlxd.scheduler.policy import make_policy
 from mlxd.scheduler.preemption import Preemption
@@ -52,7 +51,7 @@ class Scheduler:
             secret: at most 64 random bytes that the keys of cached prefixes depend on.
             disk: where cached prefixes outlive the process.
         """
-        policy = make_policy(config.scheduler)
+        policy = self._policy = make_policy(config.scheduler)
         self.space = KvSpace(
             info.memory,
             config.scheduler.overcommit,
@@ -61,14 +60,12 @@ class Scheduler:
             secret=secret,
             disk=disk,
         )
-        self.book = TenantBook(config.tenants, config.scheduler, self.space)
+        self.book = TenantBook(config.tenants, config.scheduler, self.space, policy)
         self.is_draining = False
-        self._policy = policy
         preemption = Preemption(config.scheduler, self.space, self.book, policy)
         self._admission = Admission(
             config.scheduler, info, space=self.space, book=self.book, policy=policy, preemption=preemption
         )
-        self._deadlines = Deadlines()
         self.batch = Batch(
             config.scheduler,
             info,
@@ -82,7 +79,9 @@ class Scheduler:
         self._eos = info.eos_token_ids
         self._seed = seed
         self._recorder = recorder or NullRecorder()
-        self._open: dict[RequestKey, Request] = {}
+        self._open = OpenRequests(
+            self.book, self.batch, policy=policy, admission=self._admission, recorder=self._recorder
+        )
         self.paused = Paused(self._open, batch=self.batch, book=self.book, admission=self._admission)
         self._next_step = Step(step_id=1)
         self._launched: deque[Step] = deque()
@@ -111,8 +110,7 @@ class Scheduler:
             self._recorder.rejected(key.tenant, refusal.reason)
             return refusal
         self._num_accepted += 1
-        self._open[key] = request
-        self._deadlines.add(request)
+        self._open.add(request)
         self._admission.queue(request, submission.arrived_at)
         self._recorder.accepted(key.tenant)
         return Accepted(key)
@@ -150,7 +148,9 @@ class Scheduler:
         request = self._open.get(key)
         if request is None:
             return []
-        return [self._revoke(request, now) if outcome == "revoked" else self._finish(request, outcome, now)]
+        if outcome == "revoked":
+            return [self._open.revoke(request, now)]
+        return [self._open.finish(request, outcome, now)]
 
     def set_tenants(self, tenants: Sequence[TenantLimits], now: float) -> list[Event]:
         """Take new settings; requests whose tenant is gone, or that could not enter any more, end.
@@ -159,27 +159,19 @@ class Scheduler:
         """
         names = {tenant.name for tenant in tenants}
         gone = [request for request in self._open.values() if request.tenant not in names]
-        events: list[Event] = [self._revoke(request, now) for request in gone]
+        events: list[Event] = [self._open.revoke(request, now) for request in gone]
         self.fairness.keep(names)
         self.book.update(tenants, self._open.values(), now)
         for request in list(self._open.values()):
             tenant = self.book[request.tenant]
             why = self._admission.never_fits(request, tenant) or self._admission.above_quota(request, tenant)
             if why:
-                events.append(self._revoke(request, now, why))
+                events.append(self._open.revoke(request, now, why))
         return events
-
-    def _revoke(self, request: Request, now: float, why: str = "") -> Finished:
-        error = RevokedError()
-        return self._finish(request, "revoked", now, error.code, why or str(error))
 
     def abandon(self, error_code: str, error: str, now: float) -> list[Event]:
         """Tell the end of every open request and touch nothing else: the rest of the state may be broken."""
-        requests = list(self._open.values())
-        self._open.clear()
-        for request in requests:
-            self._recorder.request(_request_stats(request, "failed", now))
-        return [Finished(request.key, "failed", request.usage, error_code, error) for request in requests]
+        return self._open.abandon(error_code, error, now)
 
     def start_over(self, error_code: str, error: str, now: float, events: list[Event]) -> Request | None:
         """Give up launched steps and all that pages hold. The next plan is for a runner as new.
@@ -194,7 +186,7 @@ class Scheduler:
         self.space.forget_all()
         ended = self.batch.youngest
         if ended is not None:
-            events.append(self._finish(ended, "failed", now, error_code, error))
+            events.append(self._open.finish(ended, "failed", now, error_code, error))
         self._next_step.preempted += ["memory"] * self.batch.send_all_back(now)
         self.space.check_empty()
         return ended
@@ -209,9 +201,7 @@ class Scheduler:
 
     def end_all(self, outcome: str, error_code: str, error: str, now: float) -> list[Event]:
         """End every open request, in order of arrival."""
-        return [
-            self._finish(request, outcome, now, error_code, error) for request in list(self._open.values())
-        ]
+        return self._open.finish_all(outcome, error_code, error, now)
 
     def schedule(self, now: float, events: list[Event]) -> StepPlan | None:
         """The next step; None where nothing can be computed now.
@@ -221,9 +211,8 @@ class Scheduler:
         Args:
             events: appended to: the ends of requests whose deadline passed or cannot be met any more.
         """
-        for request in self._deadlines.passed(now):
-            message = f"the deadline passed after {now - request.arrived_at:.3f} s"
-            events.append(self._finish(request, "expired", now, "expired", message))
+        for end in self._open.expire(now):
+            events.append(end)
             self.fairness.missed["expired"] += 1
         self.book.age(now)
         step = self._next_step
@@ -231,7 +220,8 @@ class Scheduler:
         step.preempted += self.paused.settle(now)
         self.batch.plan(step, now)
         while step.hopeless:
-            events.append(self._give_up(step.hopeless.pop(), now))
+            events.append(self._open.give_up(step.hopeless.pop(), now))
+            self.fairness.missed["hopeless"] += 1
         if step.is_empty:
             return None
         if step.preempted:
@@ -247,17 +237,10 @@ class Scheduler:
 
         Infinite where all open requests are paused, which is no fault; None: never.
         """
-        times = [self._admission.ready_at(now), self._deadlines.next]
+        times = [self._admission.ready_at(now), self._open.next_deadline]
         if self._open and len(self.paused) == len(self._open):
             times.append(math.inf)
         return min((time for time in times if time is not None), default=None)
-
-    def _give_up(self, request: Request, now: float) -> Finished:
-        assert request.deadline is not None
-        self.fairness.missed["hopeless"] += 1
-        needed_s, left_s = self.batch.pace.least_s(request), request.deadline - now
-        message = f"it takes {needed_s:.3f} s at least; its deadline is in {left_s:.3f} s"
-        return self._finish(request, "hopeless", now, "hopeless", message)
 
     def postprocess(self, plan: StepPlan, result: StepResult, now: float, events: list[Event]) -> StepStats:
         """Take a step's tokens and faults.
@@ -269,15 +252,14 @@ class Scheduler:
         """
         step = self._launched.popleft()
         assert step.step_id == plan.step_id, f"step {plan.step_id} read before step {step.step_id}"
-        for request, entry, row in zip(step.decoding, step.decode, result.rows, strict=True):
-            assert row.row_id == entry.row.row_id, (
-                f"result of row {row.row_id} in place of {entry.row.row_id}"
-            )
+        for request, entry, drawn in zip(step.decoding, step.decode, result.rows, strict=True):
+            row = entry.row
+            assert drawn.row_id == row.row_id, f"result of row {drawn.row_id} in place of {row.row_id}"
             request.num_inflight -= 1
             if request.state is not RequestState.FINISHED:
-                self._accept(request, row, now, events)
+                self._accept(request, drawn, now, events)
                 drew_first = entry.token is not None
-                if drew_first and request.row is entry.row:
+                if drew_first and request.row is row:
                     self.space.share(request)
         for request, chunk in zip(step.prefilling, step.chunks, strict=True):
             fault = result.prefill_faults.get(chunk.row.row_id)
@@ -290,6 +272,7 @@ class Scheduler:
         self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
         self.batch.pace.observe(result.decode_s)
         tally, self._tally = self._tally, Tally()
+        tally.left = self._open.take_num_left()
         return tally.stats(step, result, now)
 
     def _accept(self, request: Request, result: RowResult, now: float, events: list[Event]) -> None:
@@ -297,51 +280,20 @@ class Scheduler:
             self.book.lose_token(request)
             events.append(self._fail(request, result.fault, now))
             return
-        request.output.append(result.token)
+        key, token, output = request.key, result.token, request.output
+        output.append(token)
         if request.first_token_at is None:
             request.first_token_at = now
         elif request.last_token_at is not None:
             self._tally.gaps_s.append(now - request.last_token_at)
         request.last_token_at = now
-        self._tally.generated[request.tenant] += 1
-        logprobs = () if result.logprobs is None else (result.logprobs,)
-        events.append(Tokens(request.key, (result.token,), logprobs))
-        if result.token in request.stop_ids:
-            events.append(self._finish(request, "stop", now))
-        elif len(request.output) >= request.sampling.max_tokens:
-            events.append(self._finish(request, "length", now))
+        self._tally.generated[key.tenant] += 1
+        events.append(Tokens(key, (token,), () if result.logprobs is None else (result.logprobs,)))
+        if token in request.stop_ids:
+            events.append(self._open.finish(request, "stop", now))
+        elif len(output) >= request.sampling.max_tokens:
+            events.append(self._open.finish(request, "length", now))
 
-    def _fail(self, request: Request, code: str, now: float) -> Finished:
+    def _fail(self, request: Request, code: str, now: float) -> Event:
         self.space.forget(request)
-        return self._finish(request, "failed", now, code, f"this request's own computation failed: {code}")
-
-    def _finish(
-        self, request: Request, outcome: str, now: float, error_code: str = "", error: str = ""
-    ) -> Finished:
-        had_row = request.row is not None
-        if had_row:
-            self.batch.remove(request)
-        else:
-            self.paused.drop(request)
-        request.transition(RequestState.FINISHED)
-        del self._open[request.key]
-        self._deadlines.discard(request)
-        if had_row:
-            self._admission.row_left(now, len(self._open))
-            self._tally.left += 1
-        self._recorder.request(_request_stats(request, outcome, now))
-        return Finished(request.key, outcome, request.usage, error_code, error)
-
-
-def _request_stats(request: Request, outcome: str, now: float) -> RequestStats:
-    arrived_at = request.arrived_at
-    return RequestStats(
-        tenant=request.tenant,
-        outcome=outcome,
-        prompt_tokens=len(request.prompt),
-        cached_tokens=request.num_cached,
-        generated_tokens=len(request.output),
-        queue_s=None if request.entered_at is None else request.entered_at - arrived_at,
-        first_token_s=None if request.first_token_at is None else request.first_token_at - arrived_at,
-        duration_s=now - arrived_at,
-    )
+        return self._open.fail(request, code, now)

@@ -1,11 +1,15 @@
 """A step from its planning to its tokens."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan, StepResult
 from mlxd.metrics.stats import StepStats
 from mlxd.scheduler.request import Request
+
+Counts = defaultdict[str, int]
+"""By tenant. No Counter, as several are made for each step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,11 +34,11 @@ class Step:
     chunks: list[PrefillChunk] = field(default_factory=list)
     prefilling: list[Request] = field(default_factory=list)
     num_prefill_tokens: int = 0
-    prompt_tokens: Counter[str] = field(default_factory=Counter)
-    recomputed_tokens: Counter[str] = field(default_factory=Counter)
-    cached_tokens: Counter[str] = field(default_factory=Counter)
-    prefix_query_tokens: Counter[str] = field(default_factory=Counter)
-    prefix_hit_tokens: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: Counts = field(default_factory=partial(defaultdict, int))
+    recomputed_tokens: Counts = field(default_factory=partial(defaultdict, int))
+    cached_tokens: Counts = field(default_factory=partial(defaultdict, int))
+    prefix_query_tokens: Counts = field(default_factory=partial(defaultdict, int))
+    prefix_hit_tokens: Counts = field(default_factory=partial(defaultdict, int))
     num_joined: int = 0
     preempted: list[str] = field(default_factory=list)
     hopeless: list[Request] = field(default_factory=list)
@@ -45,11 +49,15 @@ class Step:
 
     def inherit(self, lost: "Step") -> None:
         """Count what was planned in a step that nobody will read: it is told with this one."""
-        self.prompt_tokens.update(lost.prompt_tokens)
-        self.recomputed_tokens.update(lost.recomputed_tokens)
-        self.cached_tokens.update(lost.cached_tokens)
-        self.prefix_query_tokens.update(lost.prefix_query_tokens)
-        self.prefix_hit_tokens.update(lost.prefix_hit_tokens)
+        for own, others in (
+            (self.prompt_tokens, lost.prompt_tokens),
+            (self.recomputed_tokens, lost.recomputed_tokens),
+            (self.cached_tokens, lost.cached_tokens),
+            (self.prefix_query_tokens, lost.prefix_query_tokens),
+            (self.prefix_hit_tokens, lost.prefix_hit_tokens),
+        ):
+            for name, count in others.items():
+                own[name] += count
         self.num_joined += lost.num_joined
         self.preempted += lost.preempted
 
@@ -75,16 +83,15 @@ class Step:
         Returns:
             1 where the position is its prompt's last and was never computed before, else 0.
         """
-        assert request.row is not None
-        position = request.num_computed
+        row, position, output = request.row, request.num_computed, request.output
+        assert row is not None
         is_first = position == request.prefill_end
-        token = (request.output or request.prompt)[-1] if is_first else None
-        index = len(request.output) + request.num_inflight
-        self.decode.append(DecodeEntry(request.row, position, index, token))
+        token = (output or request.prompt)[-1] if is_first else None
+        self.decode.append(DecodeEntry(row, position, len(output) + request.num_inflight, token))
         self.decoding.append(request)
-        request.num_computed += 1
+        request.num_computed = position + 1
         request.num_inflight += 1
-        return self._count_prompt(request, 1) if is_first and not request.output else 0
+        return self._count_prompt(request, 1) if is_first and not output else 0
 
     def add_chunk(self, request: Request, end: int) -> int:
         """Advances the request to position `end`. Its row has room.
@@ -123,7 +130,7 @@ class Step:
 class Tally:
     """Counts since the last step that was read. `left`: rows whose request ended."""
 
-    generated: Counter[str] = field(default_factory=Counter)
+    generated: Counts = field(default_factory=partial(defaultdict, int))
     gaps_s: list[float] = field(default_factory=list)
     left: int = 0
 

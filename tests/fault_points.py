@@ -1,7 +1,7 @@
 """A daemon without a model in which one named point breaks: `python fault_points.py POINT ACTION CONFIG ARM`.
 
 The point works as always until the file ARM exists. ACTION: raise, hang, kill, or starve: finds no memory
-once and removes the file. With none of either, or with "quick" steps that take no time, nothing breaks.
+once and removes the file. With none of these, or with "quick" steps that take no time, nothing breaks.
 "poison": each step of the request with POISON_SEED kills.
 """
 
@@ -26,6 +26,7 @@ from mlxd.scheduler.frontend import Frontend
 from mlxd.scheduler.inbox import Inbox
 from mlxd.scheduler.journal_file import JournalFile
 from mlxd.scheduler.logs import configure_logging
+from mlxd.scheduler.open_requests import OpenRequests
 from mlxd.scheduler.scheduler import Scheduler
 from mlxd.scheduler.server import Server
 from mlxd.scheduler.snapshot import SnapshotMaker
@@ -39,7 +40,7 @@ ENGINE_POINTS = {
     "launch a step": (FakeRunner, "launch", "before"),
     "wait for a step": (FakePendingStep, "wait", "before"),
     "take a step's tokens": (Scheduler, "postprocess", "before"),
-    "end a request": (Scheduler, "_finish", "before"),
+    "end a request": (OpenRequests, "finish", "before"),
     "tell a snapshot": (SnapshotMaker, "make", "before"),
     "tell events": (Frontend, "post", "before"),
 }
@@ -79,7 +80,7 @@ def break_at(point: str, action: str, arm: Path) -> None:
 
 def poison(entry: DecodeEntry) -> None:
     if entry.row.seed == POISON_SEED:
-        act("kill")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(point: str, action: str, path: str, arm: str) -> int:

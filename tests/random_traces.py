@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
+from msgspec import structs
+
 from mlxd.scheduler.config import SchedulerConfig, TenantLimits
 from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.trace import Arrival, Load, Machine, Trace
@@ -18,11 +20,13 @@ def random_trace(
     caps: bool = True,
     classes: bool = True,
     cancels: bool = True,
+    deadlines: bool = False,
     policy: str = "fair",
     lasting: float = 1.0,
 ) -> Trace:
     """Two to fifty tenants on a small machine; some send much, or in bursts; `lasting` times some seconds."""
     random = Random(seed)
+    deadlines_ms = [None, 2_000, 20_000] if deadlines else [None]
     names = [f"t{index}" for index in range(random.choice([2, 2, 3, 5, 10, random.randrange(2, 51)]))]
     return Trace(
         version=1,
@@ -41,8 +45,11 @@ def random_trace(
         ),
         machine=Machine(kv_tokens=KV_TOKENS, page_size=16, chunk=random.choice([16, 64]), max_model_len=512),
         load=tuple(
-            _load(random, name, len(names), classes=classes, cancels=cancels, lasting=lasting)
-            for name in names
+            structs.replace(
+                _load(random, name, len(names), classes=classes, cancels=cancels, lasting=lasting),
+                deadline_ms=deadlines_ms[index % len(deadlines_ms)],
+            )
+            for index, name in enumerate(names)
         ),
     )
 

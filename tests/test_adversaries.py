@@ -4,7 +4,7 @@ from scheduling import VOCAB, World, make_config, make_tenant, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.batching.plan import DecodeEntry
-from mlxd.scheduler.events import Finished, Submission
+from mlxd.scheduler.events import Finished, Submission, Tokens
 from mlxd.scheduler.priority import Priority
 
 NORMAL, BATCH, INTERACTIVE = Priority.NORMAL, Priority.BATCH, Priority.INTERACTIVE
@@ -118,3 +118,22 @@ def test_a_token_that_went_wrong_after_its_row_made_way_is_released() -> None:
     bucket = world.scheduler.book["low"].bucket
     assert bucket is not None
     assert bucket.held == 0
+
+
+def test_a_storm_of_cancels_is_charged_for_all_that_was_drawn() -> None:
+    """Each is cancelled with two tokens in flight, which nobody will read."""
+    world = world_of(any_class("storm", tokens_per_minute=10_000))
+    for number in range(20):
+        sent = request(str(number), "storm", max_tokens=50)
+        world.submit(sent)
+        while not world.scheduler._open[sent.key].output:
+            world.turn()
+        world.cancel(sent.key)
+    world.run()
+    drawn = sum(kind == "decode" for plan in world.plans for kind, *_ in plan)
+    told = sum(len(event.token_ids) for event in world.events if isinstance(event, Tokens))
+    storm = world.scheduler.book["storm"]
+    assert drawn > told >= 20
+    assert storm.received == 20 * len(sent.prompt) + 2 * drawn
+    assert storm.bucket is not None
+    assert storm.bucket.held == 0

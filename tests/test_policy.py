@@ -3,7 +3,7 @@ from scheduling import World, make_config, make_tenant, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.scheduler.policy import FairPolicy, FcfsPolicy, Policy, make_policy
-from mlxd.scheduler.tenants import Tenant
+from mlxd.scheduler.tenant import Tenant
 
 
 def tenant(name: str = "acme", *, weight: float = 1.0, service: float = 0.0) -> Tenant:
@@ -23,10 +23,18 @@ def test_service_is_weighted_tokens_over_the_tenants_weight(
     assert served.service == service
 
 
-def test_fair_ranks_the_least_served_first_and_ties_by_name() -> None:
+def test_fair_ranks_the_least_served_first() -> None:
     policy = FairPolicy(1.0, 2.0, 0.1)
-    tenants = [tenant("c", service=5), tenant("b", service=1), tenant("a", service=5)]
-    assert [t.name for t in sorted(tenants, key=policy.rank)] == ["b", "a", "c"]
+    tenants = [tenant("c", service=5), tenant("b", service=1), tenant("a", service=6)]
+    assert [t.name for t in sorted(tenants, key=policy.rank)] == ["b", "c", "a"]
+
+
+def test_of_tenants_that_were_served_as_much_the_one_with_fewer_rows_for_its_weight_is_next() -> None:
+    policy = FairPolicy(1.0, 2.0, 0.1)
+    tenants = [tenant(name, weight=weight, service=5) for name, weight in (("a", 1), ("b", 4), ("c", 1))]
+    for each, num_running in zip(tenants, (1, 2, 0), strict=True):
+        each.num_running = num_running
+    assert [t.name for t in sorted(tenants, key=policy.rank)] == ["c", "b", "a"]
 
 
 def test_fair_counts_prompt_tokens_that_rows_still_have_to_compute() -> None:

@@ -1,0 +1,73 @@
+"""What a step says that its parts took, under a clock of our own."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import pytest
+
+from mlxd.batching import mlx_step
+from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan
+from mlxd.batching.row import Row
+from mlxd.batching.sampling_params import SamplingParams
+
+ROW = Row(1, SamplingParams(), 0, (1, 2, 3), [], ())
+DECODE, CHUNK = (DecodeEntry(ROW, 2, 0, 3),), (PrefillChunk(ROW, 0, 2, (1, 2)),)
+
+
+class NoDraw:
+    """Nothing to wait for."""
+
+    arrays: tuple[mx.array, ...] = ()
+
+    def results(self) -> tuple[RowResult, ...]:
+        return ()
+
+
+def parts(
+    patch: pytest.MonkeyPatch,
+    clock: StepClock,
+    plan: StepPlan,
+    launch: Sequence[float],
+    waits: Sequence[float],
+) -> tuple[float, float]:
+    """`waits`: when the wait begins, when tokens are there, when chunks are."""
+    times = iter(waits)
+    patch.setattr(mlx_step.time, "perf_counter", lambda: next(times))
+    draw = NoDraw() if plan.decode else None
+    step = MlxStep(clock, Launch(*launch), plan, draw, [], compiled=False)  # type: ignore[arg-type]
+    result = step.wait()
+    return round(result.decode_s, 6), round(result.prefill_s, 6)
+
+
+MIXED, DECODES, CHUNKS = StepPlan(1, DECODE, CHUNK), StepPlan(1, DECODE), StepPlan(1, (), CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("plan", "launch_blocks", "launch", "waits", "expected"),
+    [
+        pytest.param(MIXED, False, (10, 11, 12), (20, 21, 25), (9, 4), id="a device beside the host"),
+        pytest.param(DECODES, False, (10, 11, 11), (20, 21, 21), (10, 0), id="no prefill there"),
+        pytest.param(CHUNKS, False, (10, 10, 12), (20, 20, 25), (0, 13), id="no decode there"),
+        pytest.param(MIXED, True, (10, 15, 35), (90, 90, 90), (5, 20), id="another launch in between"),
+        pytest.param(MIXED, True, (10, 15, 35), (35, 35, 37), (5, 22), id="nothing in between"),
+        pytest.param(DECODES, True, (10, 15, 15), (15, 16, 16), (6, 0), id="no prefill"),
+        pytest.param(CHUNKS, True, (10, 10, 30), (30, 30, 31), (0, 21), id="no decode"),
+    ],
+)
+def test_parts_of_a_step_take_their_own_time(
+    plan: StepPlan,
+    launch_blocks: bool,
+    launch: tuple[float, float, float],
+    waits: tuple[float, float, float],
+    expected: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where launching blocks, the next step's launch is none of it."""
+    assert parts(monkeypatch, StepClock(launch_blocks), plan, launch, waits) == expected
+
+
+def test_a_part_begins_where_the_step_before_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(launch_blocks=False)
+    assert parts(monkeypatch, clock, MIXED, (10, 11, 12), (20, 21, 25)) == (9, 4)
+    assert parts(monkeypatch, clock, MIXED, (13, 14, 15), (30, 30, 34)) == (5, 4)
