@@ -256,7 +256,7 @@ __device__ void attend(Queries queries, Key key, Value value, Keys keys, Values 
     keys.take(at, key, row, kv_head, kv_heads);
     values.take(at, value, row, kv_head, kv_heads);
   }
-  __shared__ alignas(16) T shared[kHeads * KEY_DIM];
+  alignas(16) __shared__ T shared[kHeads * KEY_DIM];
   queries.template copy<KEY_DIM>(shared, row, kv_head * GROUP + first_head, count);
   __syncthreads();
 

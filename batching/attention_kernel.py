@@ -175,7 +175,7 @@ def _template(case: KernelCase) -> list[tuple[str, Any]]:
         ("BITS", case.quantization.bits if case.quantization else 0),
         ("SHARING", case.quantization.group_size if case.quantization else 0),
         ("ROTATED", case.rotary.dims if case.rotary else 0),
-        ("NEIGHBOURS", case.rotary is not None and case.rotary.neighbours),
+        ("NEIGHBOURS", int(case.rotary is not None and case.rotary.neighbours)),
     ]
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from mlxd.batching.errors import MlxdError
 from mlxd.batching.user_cache import publish, user_cache_folder
+from mlxd.caches.files import open_file
 
 _FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm", "cblas_sgemv")
 _PREFIXES = ("", "scipy_")
@@ -121,6 +122,8 @@ def _installed() -> Iterator[str]:
 def _load(library: str) -> BlasInfo:
     """Put `library` in front of MLX's BLAS: through the shim, or as it is where no shim can be compiled."""
     try:
+        if "/" in library:
+            open_file(library, sys.maxsize).close()  # the loader would wait for a pipe
         handle = ctypes.CDLL(library)
     except OSError as error:
         raise _UnusableError(f"cannot be loaded ({error})") from error

@@ -13,7 +13,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxd.batching.errors import InvalidPromptError, ModelError
-from mlxd.batching.model_files import read_optional_json_object
+from mlxd.batching.model_files import MAX_TEXT_BYTES, read_optional_json_object
+from mlxd.caches.files import read_file
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"role", "content"}
@@ -87,7 +88,7 @@ def _source(folder: Path) -> str | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path, MAX_TEXT_BYTES).decode()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

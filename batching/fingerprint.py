@@ -3,6 +3,9 @@
 from hashlib import blake2b
 from pathlib import Path
 
+from mlxd.batching.model_files import MAX_TEXT_BYTES
+from mlxd.caches.files import read_file
+
 _BLOCK_BYTES = 64 * 2**10
 _NUM_BLOCKS = 16
 _DIGEST_BYTES = 16
@@ -13,7 +16,7 @@ def fingerprint(folder: Path) -> str:
 
     Training changes nearly every number, so a changed file differs in some block. Raises OSError.
     """
-    digest = blake2b((folder / "config.json").read_bytes(), digest_size=_DIGEST_BYTES)
+    digest = blake2b(read_file(folder / "config.json", MAX_TEXT_BYTES), digest_size=_DIGEST_BYTES)
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size};".encode())

@@ -1,11 +1,14 @@
 """What a model folder's files alone tell, so that a bad one is named before any array exists."""
 
 import json
+import os
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxd.batching.errors import ModelError
+from mlxd.caches.files import open_file, read_file
 
 _CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -18,6 +21,8 @@ _CONTEXT_KEYS = (
 )
 _LONGEST_REAL_CONTEXT = 10**9  # tokenizers without a limit declare 10**30
 _HEADER_LENGTH_BYTES = 8
+MAX_TEXT_BYTES = 256 * 2**20
+"""Of a JSON file, a header or a chat template; the largest tokenizers have some tens of MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ def inspect(folder: Path) -> ModelFiles:
 def read_json_object(path: Path) -> dict[str, object]:
     """The object in a JSON file. Raises ModelError, naming the file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path, MAX_TEXT_BYTES))
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing") from error
     except OSError as error:
@@ -131,13 +136,20 @@ def _whole_weight_files(folder: Path) -> tuple[Path, ...]:
 
 def _check_safetensors(path: Path) -> None:
     """A safetensors file: 8 bytes of header length, a JSON header with each tensor's place, the tensors."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(_HEADER_LENGTH_BYTES)
-        header_length = struct.unpack("<Q", start)[0] if len(start) == _HEADER_LENGTH_BYTES else size
-        if _HEADER_LENGTH_BYTES + header_length > size:
-            raise ModelError(f"{path} is not a safetensors file, or cut off in its header ({size} bytes)")
-        header = file.read(header_length)
+    try:
+        with open_file(path, sys.maxsize) as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(_HEADER_LENGTH_BYTES)
+            header_length = struct.unpack("<Q", start)[0] if len(start) == _HEADER_LENGTH_BYTES else size
+            if _HEADER_LENGTH_BYTES + header_length > size:
+                raise ModelError(f"{path} is not a safetensors file, or cut off in its header ({size} bytes)")
+            if header_length > MAX_TEXT_BYTES:
+                raise ModelError(
+                    f"{path} has a header of {header_length} bytes; the limit is {MAX_TEXT_BYTES}"
+                )
+            header = file.read(header_length)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     try:
         tensors = json.loads(header)
         end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)

@@ -11,7 +11,7 @@ struct Unrotated {
 };
 
 // Rotary embedding of the first DIMS numbers of a head: pairs are neighbours, or DIMS / 2 apart.
-template <int DIMS, bool NEIGHBOURS>
+template <int DIMS, int NEIGHBOURS>
 struct Rotary {
   const float* turns;  // [rows, DIMS]: where a pair's numbers are, its cosine and its sine
 

@@ -8,7 +8,7 @@ from tokenizers import decoders
 
 from mlxd.batching.chat_template import ChatTemplate
 from mlxd.batching.errors import InvalidPromptError, ModelError
-from mlxd.batching.model_files import declared_eos_token_ids, read_optional_json_object
+from mlxd.batching.model_files import MAX_TEXT_BYTES, declared_eos_token_ids, read_optional_json_object
 from mlxd.batching.text_stream import (
     ByteLevelDecoder,
     TextStream,
@@ -17,6 +17,7 @@ from mlxd.batching.text_stream import (
     WindowDecoder,
     special_token_ids,
 )
+from mlxd.caches.files import read_file
 
 __all__ = ["TextStream", "Tokenizer"]
 
@@ -127,7 +128,7 @@ def _read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     try:
         if path.exists():
-            return Backend.from_file(str(path))
+            return Backend.from_buffer(read_file(path, MAX_TEXT_BYTES))
         # Slow to import, and most folders do without.
         from transformers import AutoTokenizer
 

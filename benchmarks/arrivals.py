@@ -12,6 +12,7 @@ Then a short row joins and leaves full batches of `--lengths` (benchmarks/join_l
 
 import argparse
 import statistics
+from collections.abc import Iterator, Sequence
 
 from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
 from join_leave import MlxLm as JoinLeaveMlxLm
@@ -19,8 +20,10 @@ from join_leave import Ours, blas, measure
 from machine import describe
 from models import BenchModel, load, make_runner
 from sides import MlxLm, Scheduled, Side
-from traffic import Arrival, Served, poisson, serve, wave
+from traffic import Arrival, poisson, serve, wave
 
+_WAVES = 0.0
+"""Stands for a load where lines are told apart by it."""
 _WARM_TOKENS = 4
 _ROUNDS = 20
 _STEPS = _ROUNDS * 8 + 2
@@ -66,51 +69,68 @@ def _compare(bench: BenchModel, rows: int, options: argparse.Namespace, record: 
     )
     record({"kind": "choices", **runner.info.notes})
     sides: list[Side] = [Scheduled(runner, rows, options.prefill_ms), MlxLm(bench, rows)]
-    sizes = options.waves * rows, options.prompt, options.output, bench.vocab_size
+    lines = []
+    for line in _rounds(sides, rows, bench.vocab_size, options):
+        record(line)
+        lines.append(line)
+    for load_share in (_WAVES, *options.loads):
+        record(_sum_up([line for line in lines if line["load"] == load_share], lines))
+
+
+def _rounds(sides: Sequence[Side], rows: int, vocab_size: int, options: argparse.Namespace) -> Iterator[Line]:
+    """A line for each run of an engine."""
+    sizes = options.prompt, options.output, vocab_size
+    number_of_requests, capacity = options.waves * rows, 0.0
     for side in sides:
         # Once unmeasured: graphs are compiled and buffers are made.
-        serve(side, [Arrival(0.0, each.prompt, _WARM_TOKENS) for each in wave(*sizes, seed=0)], rows)
-    our_waves: Served | None = None
-    found: dict[tuple[str, float], list[Line]] = {}
+        first = wave(number_of_requests, *sizes, seed=0)
+        serve(side, [Arrival(0.0, each.prompt, _WARM_TOKENS) for each in first], rows)
     for number in range(options.rounds):
         turns = sides if number % 2 == 0 else sides[::-1]
-        equal = wave(*sizes, seed=1 + number)
-        waves = {side.name: serve(side, equal, rows) for side in turns}
-        our_waves = our_waves or waves["mlxd"]
+        full: dict[str, float] = {}
+        equal = wave(number_of_requests, *sizes, seed=1 + number)
         for side in turns:
-            line = waves[side.name].figures(equal)
-            found.setdefault((side.name, 0.0), []).append(line)
-            record({"kind": "waves", "round": number, "side": side.name, **line})
+            line = serve(side, equal, rows).figures(equal)
+            full[side.name] = line["tokens_per_s"]
+            yield {"kind": "waves", "load": _WAVES, "round": number, "side": side.name, **line}
+        capacity = capacity or full["mlxd"]
         for load_share in options.loads:
-            rate_per_s = load_share * our_waves.tokens_per_s / options.output
-            requests = poisson(*sizes[:1], rate_per_s, *sizes[1:], seed=100 + number)
+            rate_per_s = load_share * capacity / options.output
+            requests = poisson(number_of_requests, rate_per_s, *sizes, seed=100 + number)
             for side in turns:
                 line = serve(side, requests, rows).figures(requests)
-                line["share_of_waves"] = round(line["full_tokens_per_s"] / waves[side.name].tokens_per_s, 3)
-                found.setdefault((side.name, load_share), []).append(line)
-                record({"kind": "poisson", "load": load_share, "round": number, "side": side.name, **line})
-    _sum_up(found, record)
+                line["share_of_waves"] = round(line["full_tokens_per_s"] / full[side.name], 3)
+                yield {"kind": "poisson", "load": load_share, "round": number, "side": side.name, **line}
 
 
-def _sum_up(found: dict[tuple[str, float], list[Line]], record: Record) -> None:
-    """Ours over mlx-lm's, round by round, and what is left of the waves' throughput. Load 0: waves."""
-    for share in dict.fromkeys(share for _, share in found):
-        ours, theirs = found["mlxd", share], found["mlx-lm", share]
-        ratios = [round(a["tokens_per_s"] / b["tokens_per_s"], 3) for a, b in zip(ours, theirs, strict=True)]
-        line = {"kind": "ratio", "load": share, "mlxd_over_mlx_lm": round(statistics.median(ratios), 3)}
-        line["by_cpu_time"] = round(
-            statistics.median(b["cpu_s"] / a["cpu_s"] for a, b in zip(ours, theirs, strict=True)), 3
+def _sum_up(runs: Sequence[Line], all_runs: Sequence[Line]) -> Line:
+    """Medians over rounds: ours over mlx-lm's, and what is left of the waves' throughput."""
+
+    def by_round(name: str, side: str, lines: Sequence[Line] = runs) -> list[float]:
+        found = [line for line in lines if line["side"] == side]
+        return [line.get(name, 0.0) for line in sorted(found, key=lambda line: line["round"])]
+
+    def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+        return round(statistics.median(a / b for a, b in zip(over, under, strict=True)), 3)
+
+    waves = [line for line in all_runs if line["kind"] == "waves"]
+    summary = {
+        "kind": "ratio",
+        "load": runs[0]["load"],
+        "mlxd_over_mlx_lm": median_ratio(
+            by_round("tokens_per_s", "mlxd"), by_round("tokens_per_s", "mlx-lm")
+        ),
+        "by_cpu_time": median_ratio(by_round("cpu_s", "mlx-lm"), by_round("cpu_s", "mlxd")),
+    }
+    for side in ("mlxd", "mlx-lm"):
+        shares = by_round("share_of_waves", side)
+        if all(shares):  # else the batch was not full in some round
+            summary[f"share_of_waves, {side}"] = round(statistics.median(shares), 3)
+        name = "tokens_per_cpu_s"
+        summary[f"share_by_cpu_time, {side}"] = median_ratio(
+            by_round(name, side), by_round(name, side, waves)
         )
-        for side, lines in (("mlxd", ours), ("mlx-lm", theirs)):
-            parts = [each["share_of_waves"] for each in lines if each.get("share_of_waves")]
-            if len(parts) == len(lines):
-                line[f"share_of_waves, {side}"] = round(statistics.median(parts), 3)
-            by_cpu_time = [
-                each["tokens_per_cpu_s"] / equal["tokens_per_cpu_s"]
-                for each, equal in zip(lines, found[side, 0.0], strict=True)
-            ]
-            line[f"share_by_cpu_time, {side}"] = round(statistics.median(by_cpu_time), 3)
-        record(line | {"rounds": ratios})
+    return summary
 
 
 def _join_and_leave(

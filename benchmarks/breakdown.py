@@ -7,7 +7,8 @@ Whole: steps launched one ahead, as the engine runs them; then one step at a tim
 into building its graph, launching it (`mx.async_eval` returns) and waiting. Parts, each alone at the step's
 shapes, all layers at once: attention with its write, products, sampling; and on the host scheduling and text.
 With `--one-graph` CUDA gets a step as one graph, launched when it is complete: launching is then host time
-alone, waiting device time alone. Without it MLX's own settings serve, and the two overlap. Prints JSON lines.
+alone, waiting device time alone. Without it MLX's own settings serve, and the two overlap. `cpu_ms` is
+processor time of all threads: on the CPU device that is what a part takes. Prints JSON lines.
 """
 
 import argparse
@@ -105,16 +106,18 @@ def _whole(bench: "BenchModel", runner: "MlxRunner", rows: int, options: argpars
         splits.append((launched - begun, returned - launched, ended - returned))
     _empty(apart)
     pipelined = _full(Driver(runner, runner.info.memory, pipelined=True), bench, rows, options.context)
-    times = []
+    times, cpu = [], []
     for _ in range(_WARM_STEPS + options.steps):
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         pipelined.decode()
         times.append(time.perf_counter() - begun)
+        cpu.append(time.process_time() - cpu_begun)
     pipelined.flush()
     _empty(pipelined)
     build, launch, wait = (statistics.median(part) for part in zip(*splits[_WARM_STEPS:], strict=True))
     found = {
         "step_ms": statistics.median(times[_WARM_STEPS:]),
+        "cpu_ms": statistics.mean(cpu[_WARM_STEPS:]),
         "build_ms": build,
         "launch_ms": launch,
         "wait_ms": wait,
@@ -156,21 +159,23 @@ def _launches() -> Iterator[list[tuple[float, float]]]:
 
 
 def _apart(build: Callable[[], "Sequence[mx.array]"], repeats: int) -> Line:
-    """Medians of building, launching and waiting for a graph, from an idle device."""
+    """Medians of building, launching and waiting for a graph, from an idle device; processor time of all."""
     import mlx.core as mx
 
-    splits = []
+    splits, cpu = [], []
     for _ in range(_WARM_STEPS + repeats):
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         arrays = build()
         built = time.perf_counter()
         mx.async_eval(arrays)
         launched = time.perf_counter()
         mx.eval(arrays)
         splits.append((built - begun, launched - built, time.perf_counter() - launched))
+        cpu.append(time.process_time() - cpu_begun)
         del arrays
     medians = [statistics.median(part) for part in zip(*splits[_WARM_STEPS:], strict=True)]
-    return _ms(dict(zip(("build_ms", "launch_ms", "wait_ms"), medians, strict=True)))
+    found = dict(zip(("build_ms", "launch_ms", "wait_ms"), medians, strict=True))
+    return _ms(found | {"cpu_ms": statistics.mean(cpu[_WARM_STEPS:])})
 
 
 def _ms(seconds: dict[str, float]) -> Line:

@@ -137,7 +137,9 @@ def _steady(
             cpu_s[side.name] += time.process_time() - begun
     floor_s = (weights + live_bytes(layers, [length + grown / 2 for length in prompts])) / rate
     for name, blocks in times.items():
-        record({"kind": "steady", **case.line, "side": name, **_figures(case.rows, blocks, floor_s)})
+        cpu_ms = round(1e3 * cpu_s[name] / grown, 3)
+        figures = {"cpu_ms_per_step": cpu_ms} | _figures(case.rows, blocks, floor_s)
+        record({"kind": "steady", **case.line, "side": name, **figures})
     medians = {name: [statistics.median(block) for block in blocks] for name, blocks in times.items()}
     ratios = [theirs / ours for ours, theirs in zip(medians["mlxd"], medians["mlx-lm"], strict=True)]
     ratio, by_cpu_time = _rounded([statistics.median(ratios), cpu_s["mlx-lm"] / cpu_s["mlxd"]])

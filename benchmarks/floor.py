@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlxd.caches.kinds import Layer, group_specs
 
 _ON_GPU_BYTES, _ON_CPU_BYTES = 2**32, 2**28
+_COLUMNS = 4096
 _REPEATS = 9
 _MODEL_PAGE = 64
 
@@ -20,19 +21,23 @@ def on_cpu() -> bool:
 
 
 def read_rate() -> float:
-    """Bytes a second that MLX's sum over one large array reads, at best."""
+    """Bytes a second that MLX reads of one large matrix, at best: by a sum or by a product with a vector."""
     size = (_ON_CPU_BYTES if on_cpu() else _ON_GPU_BYTES) // 4
-    values = mx.ones((size,), mx.float32)
-    mx.eval(values)
-    times = []
-    for _ in range(_REPEATS):
-        begun = time.perf_counter()
-        mx.eval(values.sum())
-        times.append(time.perf_counter() - begun)
-    rate = values.nbytes / min(times)
-    del values
+    rate = _matrix_rate(mx.ones((size // _COLUMNS, _COLUMNS), mx.float32))
     mx.clear_cache()
     return rate
+
+
+def _matrix_rate(matrix: mx.array) -> float:
+    vector = mx.ones((_COLUMNS, 1), mx.float32)
+    mx.eval(matrix, vector)
+    times = []
+    for read in (matrix.sum, lambda: matrix @ vector):
+        for _ in range(_REPEATS):
+            begun = time.perf_counter()
+            mx.eval(read())
+            times.append(time.perf_counter() - begun)
+    return matrix.nbytes / min(times)
 
 
 def weights_bytes(model: nn.Module) -> int:

@@ -45,12 +45,11 @@ def draw_decode(lines: Sequence[Line], path: Path) -> None:
 
 def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
     """Throughput of waves and of Poisson arrivals, gaps between tokens, and joins and leaves."""
-    figure, (speeds, gaps, moves) = _panels(3)
+    costs = _of_kind(lines, "join_leave")
+    figure, (speeds, gaps, *moves) = _panels(3 if costs else 2)
     runs = _of_kind(lines, "waves", "poisson")
     names = _distinct((line["model"], line["rows"], line.get("load")) for line in runs)
-    labels = [
-        f"{model} x {rows}\n{'waves' if load is None else f'load {load}'}" for model, rows, load in names
-    ]
+    labels = [f"{model} x {rows}\n{f'load {load}' if load else 'waves'}" for model, rows, load in names]
 
     def values(side: str, name: str) -> list[float]:
         return [_median(runs, name, side=side, model=m, rows=rows, load=load) for m, rows, load in names]
@@ -67,7 +66,8 @@ def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
     _log_y(gaps)
     gaps.set_xticks(range(len(names)), labels, fontsize="x-small")
     gaps.legend(fontsize="x-small")
-    _draw_moves(moves, _of_kind(lines, "join_leave"))
+    for axes in moves:
+        _draw_moves(axes, costs)
     _save(figure, path)
 
 
@@ -80,8 +80,7 @@ def _draw_moves(axes: Axes, costs: Sequence[Line]) -> None:
             axes.plot(lengths, ms, style, marker="o", color=_COLOURS[str(side)], label=label)
     axes.set(title="a join, a leave, ms over a step", xlabel="tokens of the rows beside it")
     axes.grid(alpha=0.3)
-    if costs:
-        axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small")
 
 
 def draw_serve(lines: Sequence[Line], path: Path) -> None:
@@ -110,12 +109,12 @@ def draw_serve(lines: Sequence[Line], path: Path) -> None:
 
 
 def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
-    """Device time by part, and host time beside it, for each model and number of rows."""
+    """Device time by part and, where a step is one graph, host time beside it."""
     wholes = {(line["model"], line["rows"]): line for line in _of_kind(lines, "whole")}
-    parts = _of_kind(lines, "part")
-    hosts = {(line["model"], line["rows"]): line for line in _of_kind(lines, "host")}
+    is_apart = all(line["one_graph"] for line in wholes.values())
     labels = [f"{model}\nx {rows}" for model, rows in wholes]
-    figure, (device, host) = _panels(2)
+    figure, all_axes = _panels(2 if is_apart else 1)
+    parts = _of_kind(lines, "part")
     shown = {
         name: [
             next(_device_ms(p) for p in parts if (p["model"], p["rows"], p["part"]) == (*case, name))
@@ -124,27 +123,26 @@ def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
         for name in ("products", "attention", "sampling, greedy")
     }
     known = [sum(values) for values in zip(*shown.values(), strict=True)]
-    waits = [_device_ms(line) for line in wholes.values()]
-    shown["rest"] = [max(0.0, wait - part) for wait, part in zip(waits, known, strict=True)]
-    _stack(device, labels, shown)
-    device.set(title="device, ms", xlabel="one step from an idle device")
-    _stack(
-        host,
-        labels,
-        {
+    whole = [_device_ms(line) for line in wholes.values()]
+    shown["rest"] = [max(0.0, all_ms - part_ms) for all_ms, part_ms in zip(whole, known, strict=True)]
+    _stack(all_axes[0], labels, shown)
+    all_axes[0].set(title="device, ms a step" if is_apart else "processor time, ms a step")
+    if is_apart:
+        hosts = {(line["model"], line["rows"]): line for line in _of_kind(lines, "host")}
+        host = {
             "schedule": [hosts[case]["schedule_ms"] for case in wholes],
             "build": [line["build_ms"] for line in wholes.values()],
-            "launch": [line["launch_ms"] if line["one_graph"] else 0.0 for line in wholes.values()],
+            "launch": [line["launch_ms"] for line in wholes.values()],
             "text (another thread)": [hosts[case]["text_ms"] for case in wholes],
-        },
-    )
-    host.set(title="host, ms")
+        }
+        _stack(all_axes[1], labels, host)
+        all_axes[1].set(title="host, ms a step")
     _save(figure, path)
 
 
 def _device_ms(line: Line) -> float:
-    """Without one graph a step, launching goes on while the device computes: no part of it is the host's."""
-    return float(line["wait_ms"] + (0.0 if line["one_graph"] else line["launch_ms"]))
+    """Where a step is not one graph, launching goes on while the device computes: processor time then."""
+    return float(line["wait_ms"] if line["one_graph"] else line["cpu_ms"])
 
 
 def _of_kind(lines: Sequence[Line], *kinds: str) -> list[Line]:

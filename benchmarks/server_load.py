@@ -108,7 +108,7 @@ def same(one: Sequence[Answer], other: Sequence[Answer]) -> Line:
     Spaces that an answer begins with do not count: mlx_lm.server drops them.
     """
     pairs = [(a.text.lstrip(), b.text.lstrip()) for a, b in zip(one, other, strict=True)]
-    shares = [_same_characters(*pair) / max(1, *map(len, pair)) for pair in pairs]
+    shares = [1.0 if a == b else _same_characters(a, b) / max(len(a), len(b)) for a, b in pairs]
     return {"same_answers": sum(a == b for a, b in pairs), "same_until": round(statistics.mean(shares), 3)}
 
 

@@ -3,11 +3,14 @@
 import fcntl
 import os
 import secrets
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from stat import S_ISREG
 from threading import Lock
+
+from mlxd.caches.files import open_file
 
 _SECRET_BYTES = 32
 _PAGES = "pages"
@@ -192,7 +195,8 @@ def _lock(path: Path) -> int:
 def _secret(path: Path) -> bytes:
     """Read or make the secret; one of a wrong size is replaced, which makes all files foreign."""
     if path.exists():
-        secret = path.read_bytes()
+        with open_file(path, sys.maxsize) as file:
+            secret = file.read(_SECRET_BYTES + 1)
         if len(secret) == _SECRET_BYTES:
             return secret
     secret = secrets.token_bytes(_SECRET_BYTES)

@@ -7,6 +7,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mlxd.caches.contract import KvDonorAttention, KvDonorRows
+from mlxd.caches.page_table import PageTable
 
 
 class Donor(KvDonorAttention, Protocol):
@@ -22,6 +23,21 @@ def live_columns(donor: KvDonorAttention, width: int) -> mx.array:
     column = mx.arange(width)
     live = (column >= mx.array(donor.starts)[:, None]) & (column < mx.array(donor.ends)[:, None])
     return live[:, None, None, :]
+
+
+def padded_pages(tables: Sequence[PageTable]) -> mx.array:
+    """int32 [num_rows, T]; shorter rows repeat their last page, since masked numbers must be finite too."""
+    assert all(table.pages for table in tables), "a row that left has nothing to lend"
+    width = max((len(table.pages) for table in tables), default=0)
+    pages = [table.pages + table.pages[-1:] * (width - len(table.pages)) for table in tables]
+    return mx.array(pages, dtype=mx.int32).reshape(len(tables), width)
+
+
+def pages_in_order(pool: mx.array, table: mx.array) -> mx.array:
+    """[B, n_kv_heads, T * page_size, head_dim], a copy of the rows' pages."""
+    rows, width = table.shape
+    _, heads, size, head_dim = pool.shape
+    return pool[table].transpose(0, 2, 1, 3, 4).reshape(rows, heads, width * size, head_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from mlxd.caches.contract import (
     KvDonorRows,
     PageStorage,
 )
-from mlxd.caches.donor import DenseDonor, Donor
+from mlxd.caches.donor import DenseDonor, Donor, padded_pages, pages_in_order
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged_view import PagedView, PrefillView, write_position
 from mlxd.caches.rounds import check_window, offsets_kept
@@ -269,8 +269,8 @@ class PagedRows(RowOffsets):
 
     def _planes_in_order(self, tables: Sequence[PageTable]) -> list[mx.array]:
         """Each plane as [num_rows, n_kv_heads, T * page_size, width]: a copy of the rows' pages."""
-        index = _padded_pages(tables)
-        return [_in_order(plane, index) for plane in self.planes]
+        index = padded_pages(tables)
+        return [pages_in_order(plane, index) for plane in self.planes]
 
     def _live_columns(
         self, tables: Sequence[PageTable], offsets: Sequence[int]
@@ -284,18 +284,3 @@ class PagedRows(RowOffsets):
         self.planes = []
         self._offsets = ()
         self._round = None
-
-
-def _padded_pages(tables: Sequence[PageTable]) -> mx.array:
-    """int32 [num_rows, T]; shorter rows repeat their last page, since masked numbers must be finite too."""
-    assert all(table.pages for table in tables), "a row that left has nothing to lend"
-    width = max((len(table.pages) for table in tables), default=0)
-    pages = [table.pages + table.pages[-1:] * (width - len(table.pages)) for table in tables]
-    return mx.array(pages, dtype=mx.int32).reshape(len(tables), width)
-
-
-def _in_order(pool: mx.array, table: mx.array) -> mx.array:
-    """[B, n_kv_heads, T * page_size, head_dim], a copy of the rows' pages."""
-    rows, width = table.shape
-    _, heads, size, head_dim = pool.shape
-    return pool[table].transpose(0, 2, 1, 3, 4).reshape(rows, heads, width * size, head_dim)

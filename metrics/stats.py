@@ -4,14 +4,32 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaGauges:
+    """A minute's tokens: `level` of `per_minute` there at `at`, in seconds, of which rows hold `held`."""
+
+    per_minute: int
+    level: float
+    at: float
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
 class TenantGauges:
-    """One tenant's live state."""
+    """One tenant's live state.
+
+    Attributes:
+        service: weighted tokens over its weight, lifted when it comes back.
+        work: weighted tokens since the start.
+        quota: None where its tokens are not limited.
+    """
 
     waiting: int = 0
     running: int = 0
     kv_reserved_bytes: int = 0
     service: float = 0.0
     paused: int = 0
+    work: float = 0.0
+    quota: QuotaGauges | None = None
 
 
 @dataclass(frozen=True, slots=True)

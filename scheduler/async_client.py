@@ -1,23 +1,22 @@
 """The asyncio client: many requests at once over one connection."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
-import msgspec
 from msgspec import UNSET
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.client_request import ClientRequest
 from mlxd.scheduler.connection import Connection, cancel_address
-from mlxd.scheduler.errors import ConnectionLostError, InvalidParamError, ProtocolError
+from mlxd.scheduler.errors import ConnectionLostError, ProtocolError
 from mlxd.scheduler.login import Login
-from mlxd.scheduler.priority import PriorityName
+from mlxd.scheduler.protocol import kind_of
+from mlxd.scheduler.request_options import RequestOptions, checked_id, generate_message, new_id
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect, ZmqTransport
 
@@ -99,28 +98,14 @@ class AsyncClient:
         self,
         prompt: str | None = None,
         sampling: SamplingParams | None = None,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: PriorityName = "normal",
-        deadline_ms: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """The whole answer to a text, a conversation or token ids.
 
         Without its end `deadline_ms` after it arrived the request ends with RequestFailedError "expired", or
         "hopeless" before it begins.
         """
-        message = _generate(
-            prompt,
-            messages,
-            token_ids,
-            sampling,
-            request_id,
-            stream=False,
-            priority=priority,
-            deadline_ms=deadline_ms,
-        )
+        message = generate_message(prompt, sampling, stream=False, **options)
         async with self._request(message) as request:
             done = await request.next()
         if not isinstance(done, wire.Done) or done.text is UNSET or done.token_ids is UNSET:
@@ -132,24 +117,10 @@ class AsyncClient:
         self,
         prompt: str | None = None,
         sampling: SamplingParams | None = None,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: PriorityName = "normal",
-        deadline_ms: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextChunk, None]:
         """The answer piece by piece; closing the generator early cancels the request."""
-        message = _generate(
-            prompt,
-            messages,
-            token_ids,
-            sampling,
-            request_id,
-            stream=True,
-            priority=priority,
-            deadline_ms=deadline_ms,
-        )
+        message = generate_message(prompt, sampling, stream=True, **options)
         async for chunk in self._chunks(message):
             yield chunk
 
@@ -159,7 +130,7 @@ class AsyncClient:
         `seq` counts the tokens that came already, and a chunk without any as one. Closing the generator early
         does not cancel the request. Raises RequestFailedError "gone" where the daemon does not know it.
         """
-        async for chunk in self._chunks(wire.Resume(id=request_id, seq=seq)):
+        async for chunk in self._chunks(wire.Resume(id=checked_id(request_id), seq=seq)):
             yield chunk
 
     async def _chunks(self, message: wire.Generate | wire.Resume) -> AsyncGenerator[TextChunk, None]:
@@ -174,22 +145,23 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> bool:
         """Whether the tenant had such an open request; it ends with RequestFailedError "cancelled"."""
-        reply = await self._ask(wire.Cancel(id=request_id), cancel_address(request_id), wire.CancelReply)
+        message = wire.Cancel(id=checked_id(request_id))
+        reply = await self._ask(message, cancel_address(request_id), wire.CancelReply)
         return reply.result == "cancelling"
 
     async def status(self) -> wire.StatusReply:
         """The engine's state as this tenant may see it."""
-        message = wire.Status(id=_new_id())
+        message = wire.Status(id=new_id())
         return await self._ask(message, message.id, wire.StatusReply)
 
     async def ping(self) -> str:
         """The daemon's state, told by its scheduler."""
-        message = wire.Ping(id=_new_id())
+        message = wire.Ping(id=new_id())
         return (await self._ask(message, message.id, wire.Pong)).state
 
     async def drain(self) -> None:
         """Ask the daemon to finish and exit; an operator may."""
-        message = wire.Drain(id=_new_id())
+        message = wire.Drain(id=new_id())
         await self._ask(message, message.id, wire.Draining)
 
     async def reload(self) -> tuple[str, ...]:
@@ -198,12 +170,12 @@ class AsyncClient:
         Raises:
             ConfigError: the daemon refused the file, and nothing changed.
         """
-        message = wire.Reload(id=_new_id())
+        message = wire.Reload(id=new_id())
         return (await self._ask(message, message.id, wire.Reloaded)).changes
 
     async def _ask(self, message: wire.ClientMessage, address: str, expected: type[_Reply]) -> _Reply:
         connection = await self._connected()
-        with connection.mailbox(address) as mailbox:
+        with connection.mailbox(address, kind_of(message)) as mailbox:
             await connection.send(message)
             reply = await mailbox.next()
         if not isinstance(reply, expected):
@@ -227,39 +199,3 @@ class AsyncClient:
             resume_s=self._resume_s,
             window_bytes=self._window_bytes,
         )
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex
-
-
-def _generate(
-    prompt: str | None,
-    messages: Sequence[Mapping[str, str]] | None,
-    token_ids: Sequence[int] | None,
-    sampling: SamplingParams | None,
-    request_id: str | None,
-    *,
-    stream: bool,
-    priority: PriorityName,
-    deadline_ms: int | None,
-) -> wire.Generate:
-    """Raises InvalidParamError for a turn that is no role and content, or a sampling value out of range."""
-    sampling = sampling or SamplingParams()
-    sampling.check()
-    turns: tuple[wire.ChatMessage, ...] | msgspec.UnsetType = UNSET
-    if messages is not None:
-        try:
-            turns = msgspec.convert(list(messages), tuple[wire.ChatMessage, ...])
-        except msgspec.ValidationError as error:
-            raise InvalidParamError.from_message("messages", f"messages: {error}") from None
-    return wire.Generate(
-        id=request_id or _new_id(),
-        prompt=UNSET if prompt is None else prompt,
-        messages=turns,
-        token_ids=UNSET if token_ids is None else tuple(token_ids),
-        sampling=sampling,
-        stream=stream,
-        priority=priority,
-        deadline_ms=UNSET if deadline_ms is None else deadline_ms,
-    )

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +13,10 @@ from typer.exceptions import TyperException
 from mlxd.batching.errors import InvalidParamError, InvalidPromptError, MlxdError
 from mlxd.scheduler import client_verbs, daemon_verbs, keys, simulate_verb, tokens
 from mlxd.scheduler import options as opt
-from mlxd.scheduler.client_verbs import Access
+from mlxd.scheduler.access import Access, reaches_daemon
 from mlxd.scheduler.errors import ConfigError
-from mlxd.scheduler.identity import identify
-
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+from mlxd.scheduler.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from mlxd.scheduler.request_options import new_id
 
 app = typer.Typer(
     name="mlxd",
@@ -115,13 +115,10 @@ def new_keys(name: opt.KeyName, server: opt.IsServer = False, folder: opt.KeyFol
 
 
 @app.command()
+@reaches_daemon(timeout_s=30.0, resumes=True)
 def generate(
+    access: Access,
     prompts: opt.Prompts,
-    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
-    token: opt.Token = None,
-    tenant_key: opt.TenantKey = None,
-    key: opt.KeyFile = None,
-    server_key: opt.ServerKeyFile = None,
     chat: opt.Chat = False,
     system: opt.System = None,
     max_tokens: opt.MaxTokens = 256,
@@ -139,9 +136,6 @@ def generate(
     deadline_s: opt.DeadlineS = None,
     request_id: opt.RequestId = None,
     as_json: opt.AsJson = False,
-    timeout_s: opt.TimeoutS = 30.0,
-    wait_s: opt.WaitS = 0.0,
-    resume_s: opt.ResumeS = 0.0,
 ) -> None:
     """Complete each PROMPT; several run at once.
 
@@ -151,7 +145,6 @@ def generate(
         raise ConfigError("--logprobs shows in JSON alone; add --json")
     if request_id is not None and len(prompts) > 1:
         raise ConfigError(f"--id names one request; there are {len(prompts)} prompts")
-    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s, resume_s)
     sampling = opt.sampling_of(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -165,10 +158,10 @@ def generate(
         stop=stop,
         top_logprobs=logprobs,
     )
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [client_verbs.read_prompt() if prompt == "-" else prompt for prompt in prompts]
     deadline_ms = None if deadline_s is None else round(1000 * deadline_s)
     inputs = [
-        client_verbs.Input(text, chat, system, priority, deadline_ms, request_id or client_verbs.new_id())
+        client_verbs.Input(text, chat, system, priority, deadline_ms, request_id or new_id())
         for text in texts
     ]
     if not client_verbs.generate(access, inputs, sampling, as_json=as_json):
@@ -176,43 +169,27 @@ def generate(
 
 
 @app.command()
-def resume(
-    request_id: opt.KnownId,
-    seq: opt.Seq = 0,
-    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
-    token: opt.Token = None,
-    tenant_key: opt.TenantKey = None,
-    key: opt.KeyFile = None,
-    server_key: opt.ServerKeyFile = None,
-    timeout_s: opt.TimeoutS = 30.0,
-    wait_s: opt.WaitS = 0.0,
-    resume_s: opt.ResumeS = 0.0,
-) -> None:
+@reaches_daemon(timeout_s=30.0, resumes=True)
+def resume(access: Access, request_id: opt.KnownId, seq: opt.Seq = 0) -> None:
     """Print the answer to a request that was sent before.
 
     The daemon knows those that run, and for a time those that ended; with a journal also after a crash.
 
     Example: mlxd resume story-1 --wait 60
     """
-    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s, resume_s)
     client_verbs.resume(access, request_id, seq)
 
 
 @app.command()
+@reaches_daemon(timeout_s=30.0)
 def chat(
-    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
-    token: opt.Token = None,
-    tenant_key: opt.TenantKey = None,
-    key: opt.KeyFile = None,
-    server_key: opt.ServerKeyFile = None,
+    access: Access,
     system: opt.System = None,
     max_tokens: opt.MaxTokens = 512,
     temperature: opt.Temperature = 0.7,
     top_p: opt.TopP = 0.95,
     seed: opt.Seed = None,
     stop: opt.Stop = None,
-    timeout_s: opt.TimeoutS = 30.0,
-    wait_s: opt.WaitS = 0.0,
 ) -> None:
     """Talk with the model, line by line; an empty line or Ctrl-D ends.
 
@@ -220,7 +197,6 @@ def chat(
 
     Example: mlxd chat --system "Answer in one sentence."
     """
-    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s)
     sampling = opt.sampling_of(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
     )
@@ -228,23 +204,14 @@ def chat(
 
 
 @app.command()
-def status(
-    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
-    token: opt.Token = None,
-    tenant_key: opt.TenantKey = None,
-    key: opt.KeyFile = None,
-    server_key: opt.ServerKeyFile = None,
-    watch: opt.Watch = False,
-    timeout_s: opt.TimeoutS = 5.0,
-    wait_s: opt.WaitS = 0.0,
-) -> None:
+@reaches_daemon(timeout_s=5.0)
+def status(access: Access, watch: opt.Watch = False) -> None:
     """Show the daemon's state and your own requests.
 
     An operator sees all tenants, pages, memory and compiled graphs.
 
     Example: mlxd status --watch
     """
-    access = _access(endpoint, token, tenant_key, key, server_key, timeout_s, wait_s)
     client_verbs.status(access, watch=watch)
 
 
@@ -264,62 +231,31 @@ def simulate(
 
 
 @app.command()
-def drain(
-    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
-    token: opt.Token = None,
-    tenant_key: opt.TenantKey = None,
-    key: opt.KeyFile = None,
-    server_key: opt.ServerKeyFile = None,
-    timeout_s: opt.TimeoutS = 5.0,
-) -> None:
+@reaches_daemon(timeout_s=5.0, waits=False)
+def drain(access: Access) -> None:
     """Finish what is open, then end the daemon; for operators.
 
     Example: mlxd drain --tenant-key ops.token
     """
-    client_verbs.drain(_access(endpoint, token, tenant_key, key, server_key, timeout_s))
+    client_verbs.drain(access)
 
 
 @app.command()
-def reload(
-    endpoint: opt.Endpoint = opt.DEFAULT_ENDPOINT,
-    token: opt.Token = None,
-    tenant_key: opt.TenantKey = None,
-    key: opt.KeyFile = None,
-    server_key: opt.ServerKeyFile = None,
-    timeout_s: opt.TimeoutS = 30.0,
-) -> None:
+@reaches_daemon(timeout_s=30.0, waits=False)
+def reload(access: Access) -> None:
     """Put the file's tenants into effect; for operators.
 
     The daemon reads its file anew: all or none of it; SIGHUP does the same. Other sections need a restart.
 
     Example: mlxd reload --tenant-key ops.token
     """
-    client_verbs.reload(_access(endpoint, token, tenant_key, key, server_key, timeout_s))
-
-
-def _access(
-    endpoint: str,
-    token: str | None,
-    tenant_key: Path | None,
-    key: Path | None,
-    server_key: Path | None,
-    timeout_s: float,
-    wait_s: float = 0.0,
-    resume_s: float = 0.0,
-) -> Access:
-    """Raises ConfigError where there is no credential, there are two, or a file is no good."""
-    login = identify(token, tenant_key, key, server_key, os.environ)
-    return Access(endpoint, login, timeout_s, wait_s, resume_s)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run one verb and exit: 0 ok, 1 it failed, 2 bad input or configuration, 130 Ctrl-C."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    client_verbs.reload(access)
 
 
 def run(arguments: list[str]) -> int:
-    """Run one verb; errors become one line on stderr and an exit code."""
+    """Run one verb and return its exit code; errors become one line on stderr."""
     try:
+        _check_text(arguments)
         code = app(arguments, prog_name="mlxd", standalone_mode=False)
         sys.stdout.flush()
         return code or EXIT_OK
@@ -335,6 +271,15 @@ def run(arguments: list[str]) -> int:
         return EXIT_FAILED
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Raises ConfigError where an argument is no text: it could not be sent, nor printed."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"the argument {argument!r} is not UTF-8 text") from None
 
 
 def _fail(message: str, code: int) -> int:

@@ -2,16 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.async_client import DEFAULT_TIMEOUT_S, AsyncClient
 from mlxd.scheduler.errors import ConnectionLostError
 from mlxd.scheduler.messages import StatusReply
-from mlxd.scheduler.priority import PriorityName
+from mlxd.scheduler.request_options import RequestOptions
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.transport import Connect
 
@@ -74,48 +74,19 @@ class Client:
         self,
         prompt: str | None = None,
         sampling: SamplingParams | None = None,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: PriorityName = "normal",
-        deadline_ms: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """The whole answer to a text, a conversation or token ids."""
-        return self._run(
-            self._client.generate(
-                prompt,
-                sampling,
-                messages=messages,
-                token_ids=token_ids,
-                request_id=request_id,
-                priority=priority,
-                deadline_ms=deadline_ms,
-            )
-        )
+        return self._run(self._client.generate(prompt, sampling, **options))
 
     def stream(
         self,
         prompt: str | None = None,
         sampling: SamplingParams | None = None,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        token_ids: Sequence[int] | None = None,
-        request_id: str | None = None,
-        priority: PriorityName = "normal",
-        deadline_ms: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generator[TextChunk, None, None]:
         """The answer piece by piece; closing the generator early cancels the request."""
-        chunks = self._client.stream(
-            prompt,
-            sampling,
-            messages=messages,
-            token_ids=token_ids,
-            request_id=request_id,
-            priority=priority,
-            deadline_ms=deadline_ms,
-        )
-        return self._each(chunks)
+        return self._each(self._client.stream(prompt, sampling, **options))
 
     def resume(self, request_id: str, seq: int = 0) -> Generator[TextChunk, None, None]:
         """The answer to a request that another connection made, from piece `seq` on."""

@@ -18,7 +18,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
     RequestFailedError,
 )
-from mlxd.scheduler.protocol import encode
+from mlxd.scheduler.protocol import encode, kind_of
 
 MIN_RETRY_S = 0.05
 RECONNECT_S = 0.2
@@ -99,7 +99,7 @@ class ClientRequest:
         """Send `message` until it is accepted."""
         self._connection = await self._connect()
         self._stack.close()
-        self._mailbox = self._stack.enter_context(self._connection.mailbox(message.id))
+        self._mailbox = self._stack.enter_context(self._connection.mailbox(message.id, kind_of(message)))
         retries_left = self._retries
         while True:
             await self._connection.send(message)
@@ -114,6 +114,7 @@ class ClientRequest:
                 continue
             if not isinstance(reply, wire.Accepted):
                 raise ProtocolError("decode", f"the daemon sent {type(reply).__name__} before accepted")
+            self._mailbox.asked = ""
             self._is_accepted = True
             self._has_ended = False
             return

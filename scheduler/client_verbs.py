@@ -5,7 +5,6 @@ import importlib
 import json
 import sys
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -16,53 +15,17 @@ from rich.live import Live
 
 from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.scheduler.access import Access
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
-from mlxd.scheduler.errors import MlxdError, RejectedError
-from mlxd.scheduler.login import Login
+from mlxd.scheduler.errors import InvalidPromptError, MlxdError, RejectedError
+from mlxd.scheduler.frames import MAX_STRING_BYTES
 from mlxd.scheduler.priority import PriorityName
+from mlxd.scheduler.request_options import new_id
 from mlxd.scheduler.results import Completion, TextChunk
 from mlxd.scheduler.tables import show, status_tables
-from mlxd.scheduler.transport import Transport, ZmqTransport
 
 _REFRESH_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How to reach the daemon, and as whom.
-
-    Attributes:
-        timeout_s: longest silence to bear.
-        wait_s: how long to wait for a daemon that is not there yet, or loads.
-        resume_s: how long to try to go on after a lost connection.
-    """
-
-    endpoint: str
-    login: Login
-    timeout_s: float
-    wait_s: float = 0.0
-    resume_s: float = 0.0
-
-    def client(self) -> Client:
-        return Client(self.endpoint, connect=self._connect, **self._times)
-
-    def async_client(self) -> AsyncClient:
-        return AsyncClient(self.endpoint, connect=self._connect, **self._times)
-
-    @property
-    def _times(self) -> dict[str, Any]:
-        return {"timeout_s": self.timeout_s, "wait_s": self.wait_s, "resume_s": self.resume_s}
-
-    async def _connect(self) -> Transport:
-        return await ZmqTransport.connect(
-            self.endpoint, self.login, timeout_s=self.timeout_s, wait_s=self.wait_s
-        )
-
-
-def new_id() -> str:
-    """A request's, where its sender chose none."""
-    return uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +193,29 @@ def _system(text: str | None) -> list[dict[str, str]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
+def read_prompt() -> str:
+    """Standard input to its end. Raises InvalidPromptError where it is too long or is no text."""
+    return _bounded(sys.stdin.read)
+
+
+def _bounded(read: Callable[[int], str]) -> str:
+    """What `read` gives of standard input when asked for more than a prompt may have."""
+    try:
+        text = read(MAX_STRING_BYTES + 1)
+    except UnicodeDecodeError:
+        raise InvalidPromptError("standard input is not UTF-8 text") from None
+    if len(text) > MAX_STRING_BYTES:
+        raise InvalidPromptError(f"standard input has more than {MAX_STRING_BYTES} characters, the limit")
+    return text
+
+
 def _ask() -> str:
     """The user's next line; empty at the end of input. The prompt shows on a terminal only."""
     is_terminal = sys.stdin.isatty()
     try:
-        return input("> " if is_terminal else "").strip()
+        return _bounded(lambda limit: input("> ") if is_terminal else sys.stdin.readline(limit)).strip()
     except EOFError:
-        if is_terminal:
-            print()
+        print()
         return ""
     except KeyboardInterrupt:
         print()

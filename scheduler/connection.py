@@ -7,17 +7,25 @@ from contextlib import contextmanager
 from msgspec import UNSET
 
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.errors import ClientTimeoutError, ConnectionLostError, MlxdError, ProtocolError
+from mlxd.scheduler.errors import (
+    UNKNOWN_TYPE,
+    ClientTimeoutError,
+    ConnectionLostError,
+    MlxdError,
+    ProtocolError,
+)
 from mlxd.scheduler.replies import error_of, rejection_of
 from mlxd.scheduler.transport import Transport
 
 
 def reply_address(message: wire.ServerMessage) -> str:
     """The mailbox a message belongs in: a cancel's reply has the id of the request that it ends."""
-    if isinstance(message, wire.CancelReply):
-        return cancel_address(message.id)
     if isinstance(message, wire.Welcome) or message.id is UNSET:
         return ""
+    if isinstance(message, wire.CancelReply) or (
+        isinstance(message, wire.Error) and message.about == "cancel"
+    ):
+        return cancel_address(message.id)
     return message.id
 
 
@@ -26,9 +34,14 @@ def cancel_address(request_id: str) -> str:
 
 
 class Mailbox:
-    """What arrived for one waiter and was not read yet."""
+    """What arrived for one waiter and was not read yet.
 
-    def __init__(self, timeout_s: float) -> None:
+    Attributes:
+        asked: type of the message that has no answer yet; empty while the request it asked for is open.
+    """
+
+    def __init__(self, asked: str, timeout_s: float) -> None:
+        self.asked = asked
         self._timeout_s = timeout_s
         self._arrivals: asyncio.Queue[wire.ServerMessage | MlxdError] = asyncio.Queue()
 
@@ -52,14 +65,18 @@ class Mailbox:
             match arrival:
                 case MlxdError():
                     raise ConnectionLostError(str(arrival)) from arrival
-                case wire.Error():
+                case wire.Error() if self._is_about_it(arrival):
                     raise error_of(arrival)
-                case wire.Rejected():
+                case wire.Rejected() if self.asked:
                     raise rejection_of(arrival)
-                case wire.KeepAlive():
+                case wire.KeepAlive() | wire.Error() | wire.Rejected():
                     continue
                 case _:
                     return arrival
+
+    def _is_about_it(self, error: wire.Error) -> bool:
+        """Whether it ends the request or answers the message, and not another one of the same id."""
+        return error.about is UNSET or (bool(self.asked) and error.about in (self.asked, UNKNOWN_TYPE))
 
 
 class Connection:
@@ -83,11 +100,15 @@ class Connection:
         return self._is_closed
 
     @contextmanager
-    def mailbox(self, address: str) -> Iterator[Mailbox]:
-        """Raises ProtocolError where somebody waits at this address already."""
+    def mailbox(self, address: str, asked: str) -> Iterator[Mailbox]:
+        """For the answer to a message of type `asked`.
+
+        Raises:
+            ProtocolError: "id_conflict": somebody waits at this address already.
+        """
         if address in self._mailboxes:
             raise ProtocolError("id_conflict", f"{address!r} is waited for already")
-        mailbox = self._mailboxes[address] = Mailbox(self._timeout_s)
+        mailbox = self._mailboxes[address] = Mailbox(asked, self._timeout_s)
         if self._failure is not None:
             mailbox.put(self._failure)
         try:

@@ -90,7 +90,7 @@ class Desk:
                 raise RejectedError("id_conflict", text, retryable=False)
             self._open.check_room(session.tenant)
         except MlxdError as error:
-            self._send(session, self._refusal(key, error))
+            self._send(session, self._refusal(key, error, about="generate"))
             return
         stream.attach(session, 0, message.credit)
         stream.message = with_seed(message) if self._journal.keeps else message
@@ -108,12 +108,12 @@ class Desk:
     def _refuse_begun(self, stream: Stream, error: MlxdError) -> None:
         self._refuse(stream, self._refusal(stream.key, error))
 
-    def _refusal(self, key: RequestKey, error: MlxdError) -> wire.Rejected | wire.Error:
+    def _refusal(self, key: RequestKey, error: MlxdError, about: str = "") -> wire.Rejected | wire.Error:
         if isinstance(error, RejectedError):
             self._recorder.rejected(key.tenant, error.reason)
         else:
             self._recorder.bad_message(error.code)
-        return reply_of(error, key.request_id)
+        return reply_of(error, key.request_id, about)
 
     def _refuse(self, stream: Stream, reply: wire.Rejected | wire.Error) -> None:
         """What an earlier start accepted is tried again where time may help."""

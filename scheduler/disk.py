@@ -9,7 +9,7 @@ from mlxd.caches.disk_store import DiskStore, stored_in
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.caches.persistence import PageCodec
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.messages import DiskStatus
+from mlxd.scheduler.status import DiskStatus
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import msgspec
 import yaml
 from yaml.reader import ReaderError
 
+from mlxd.caches.files import read_file
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.schema import describe, field_names, is_secret, type_at
 
@@ -82,15 +83,9 @@ class Document:
 def read_text(path: str | Path) -> str:
     """A UTF-8 file's text. Raises ConfigError where it cannot be read, is too long or is not UTF-8."""
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{path}: is over {MAX_BYTES} bytes, the limit")
-    try:
-        return raw.decode("utf-8-sig")
+        return read_file(path, MAX_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
 

@@ -22,6 +22,10 @@ __all__ = [
 ]
 
 
+UNKNOWN_TYPE = "unknown"
+"""In place of a message's type, where it has none that is known."""
+
+
 class ConfigError(MlxdError):
     """The configuration file is wrong; the message says where, what and the limit."""
 
@@ -34,6 +38,7 @@ class ProtocolError(MlxdError):
     Attributes:
         field: the field at fault, "sampling.seed"; empty where it is the frame as a whole.
         request_id: the id that the frame names; empty where there is none.
+        about: the message's type; "unknown" where it has none that is known.
     """
 
     def __init__(self, code: str, message: str, *, field: str = "", request_id: str = "") -> None:
@@ -41,6 +46,7 @@ class ProtocolError(MlxdError):
         self.code = code
         self.field = field
         self.request_id = request_id
+        self.about = UNKNOWN_TYPE
 
 
 class UnauthenticatedError(MlxdError):

@@ -60,6 +60,7 @@ class Frontend:
         self._recorder = recorder
         self._epoch = epoch
         self._on_drain = on_drain
+        self._journal = journal
         self._on_reload = on_reload
         self._reloads: set[asyncio.Task[None]] = set()
         self._bad_frames = BadFrames(recorder)
@@ -127,6 +128,7 @@ class Frontend:
         try:
             self._dispatch(door, session, message)
         except ProtocolError as error:
+            error.about = kind_of(message)
             self._refusals.refuse(door, session, error)
         except UnauthenticatedError as error:
             self._refusals.refuse_stranger(door, session, error.code)
@@ -186,7 +188,7 @@ class Frontend:
         try:
             changes = await self._on_reload()
         except ConfigError as error:
-            door.send(session, wire.Error(id=reply_id, code=error.code, message=str(error)))
+            door.send(session, wire.Error(id=reply_id, code=error.code, message=str(error), about="reload"))
         else:
             door.send(session, wire.Reloaded(id=reply_id, changes=changes))
 
@@ -228,6 +230,7 @@ class Frontend:
             now=self._loop.time(),
             started_at=self._started_at,
             generated_tokens=self.desk.generated_tokens,
+            journal=self._journal.usage,
         )
 
     def _ping(self, door: Door, session: Session, reply_id: str) -> None:

@@ -14,6 +14,7 @@ from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.events import RequestKey
 from mlxd.scheduler.journal_entries import Accept, Begun, Change, End, Entry, Forget, Keep, Start
 from mlxd.scheduler.journal_file import JournalFile
+from mlxd.scheduler.journal_room import JournalUsage
 from mlxd.scheduler.messages import Generate
 from mlxd.scheduler.transcript import Transcript
 
@@ -30,9 +31,11 @@ class Journal(Protocol):
 
     Attributes:
         keeps: whether anything outlives the process.
+        usage: what the file held after the latest write.
     """
 
     keeps: bool
+    usage: JournalUsage
 
     def take_entries(self) -> list[Entry]:
         """What there was at the start; told once."""
@@ -62,6 +65,7 @@ class NoJournal:
     is_alive = True
     busy_s = 0.0
     num_untold = 0
+    usage = JournalUsage({}, 0)
 
     def take_entries(self) -> list[Entry]:
         return []
@@ -117,6 +121,7 @@ class JournalWriter:
             SettingError: something in the file cannot be read.
         """
         self._entries = [entry for entry in file.load() if entry.key.tenant in tenants]
+        self.usage = file.usage
         self._busy_since: float | None = None
         self._file = file
         self._on_loop = on_loop
@@ -192,6 +197,7 @@ class JournalWriter:
         """Together, or where that fails one by one: a full disk may take some of them. How many it took."""
         try:
             errors = self._file.write([change for change, _ in changes])
+            self.usage = self._file.usage
         except JournalError as error:
             if len(changes) > 1:
                 return sum(self._write([change]) for change in changes)

@@ -25,7 +25,7 @@ from mlxd.scheduler.journal_entries import (
     decode_entry,
     encode,
 )
-from mlxd.scheduler.journal_room import JournalRoom
+from mlxd.scheduler.journal_room import JournalRoom, JournalUsage
 
 APPLICATION_ID = 0x6D6C7864
 VERSION = 1
@@ -166,6 +166,10 @@ class JournalFile:
                 return [decode_entry(*row) for row in rows]
             except (msgspec.MsgspecError, TypeError, ValueError) as error:
                 raise _problem(self._path, f"has an entry that cannot be read: {error}") from None
+
+    @property
+    def usage(self) -> JournalUsage:
+        return self._room.usage
 
     def write(self, changes: Sequence[Change]) -> list[JournalError | None]:
         """All for which there is room; for each of them None, or why there is none.

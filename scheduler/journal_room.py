@@ -1,10 +1,19 @@
 """How much of the journal each tenant has, and may have."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.events import RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class JournalUsage:
+    """`held`: bytes of each tenant that has any. `part`: what each has room for, whatever others hold."""
+
+    held: Mapping[str, int]
+    part: int
 
 
 class JournalRoom:
@@ -30,6 +39,10 @@ class JournalRoom:
     def _beyond(self, held: int) -> int:
         """How much of a tenant's bytes is of the common half."""
         return max(0, held - self._part)
+
+    @property
+    def usage(self) -> JournalUsage:
+        return JournalUsage(dict(self._held), self._part)
 
     def size_of(self, key: RequestKey) -> int:
         """Bytes that a request holds; 0 where there is none."""

@@ -10,6 +10,7 @@ from typing import Self
 import zmq
 
 from mlxd.batching.errors import SettingError
+from mlxd.caches.files import open_file
 from mlxd.scheduler.config import CurveConfig
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.tokens import check_name, write_secret
@@ -104,7 +105,7 @@ def server_keys(config: CurveConfig) -> KeyPair:
 def _read_line(path: Path, *, is_secret: bool) -> str:
     """Raises ValueError; its text follows the file's name."""
     try:
-        with path.open("rb") as file:
+        with open_file(path, _MAX_FILE_BYTES) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             raw = file.read(_MAX_FILE_BYTES)
     except OSError as error:

@@ -41,7 +41,9 @@ class Login:
         return cls(keys=keys, server_key=known)
 
     def check_endpoint(self, endpoint: str) -> None:
-        """Raises ConfigError where it has no scheme, keys are not asked for, or a token could be read."""
+        """Raises ConfigError where it is no text, has no scheme, takes no keys, or a token could be read."""
+        if not endpoint.isprintable():
+            raise ConfigError(f"endpoint {endpoint!r} has unprintable characters")
         if "://" not in endpoint:
             scheme = "ipc" if endpoint.startswith("/") else "tcp"
             raise ConfigError(f"endpoint {endpoint!r} has no scheme; write {scheme}://{endpoint}")

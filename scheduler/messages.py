@@ -10,6 +10,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.events import Usage
 from mlxd.scheduler.priority import PriorityName
+from mlxd.scheduler.status import DiskStatus, EngineStatus, JournalStatus, TenantStatus
 
 PROTOCOL_VERSION = 1
 MAX_ID_LENGTH = 128
@@ -192,12 +193,16 @@ class Done(_FromServer, frozen=True, kw_only=True, tag="done"):
 
 
 class Error(_FromServer, frozen=True, kw_only=True, tag="error"):
-    """Terminal where `id` names an open request; otherwise the answer to one bad message."""
+    """Terminal without `about`. With it, the answer to one message: a request open under `id` goes on.
+
+    `about`: that message's type; "unknown" where it has none that is known.
+    """
 
     id: str | UnsetType = UNSET
     code: str
     message: str
     field: str | UnsetType = UNSET
+    about: str | UnsetType = UNSET
 
 
 class Cancelled(_FromServer, frozen=True, kw_only=True, tag="cancelled"):
@@ -242,60 +247,11 @@ class Reloaded(_FromServer, frozen=True, kw_only=True, tag="reloaded"):
     changes: tuple[str, ...]
 
 
-class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`paused`: until their clients read more. `generated_tokens`: sent since the start.
-
-    `service`: weighted tokens over weight, as `fair` counts. That of a tenant that comes back is raised to
-    what the busy ones have had, so it tells of them, and is None but for operators.
-    """
-
-    waiting: int
-    running: int
-    paused: int = 0
-    kv_reserved_bytes: int
-    service: float | None = None
-    generated_tokens: int = 0
-
-
-class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefixes on disk: `pages` files in `folder`, `used_bytes` of at most `max_bytes`."""
-
-    folder: str
-    pages: int
-    used_bytes: int
-    max_bytes: int
-
-
-class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What all tenants together make of the engine, after its latest step. Times in seconds, sizes in bytes.
-
-    `pages`: cache group -> pages held by rows, pages in all; `cached_pages`: those no row holds, kept for
-    later prompts. `memory_planned_bytes`: weights and all pages. `out_of_memory`: times that memory ran out.
-    """
-
-    steps: int
-    last_step_age_s: float | None
-    kv_used_bytes: int
-    kv_reserved_bytes: int
-    pages: dict[str, tuple[int, int]]
-    cached_pages: dict[str, int]
-    graph_compiles: int
-    graph_retraces: int
-    graph_failures: int
-    compiled_steps: int
-    eager_steps: int
-    buckets: tuple[str, ...]
-    memory_active_bytes: int
-    memory_peak_bytes: int
-    memory_planned_bytes: int = 0
-    out_of_memory: int = 0
-
-
 class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     """The daemon as the asker may see it: nothing here depends on other tenants, but for an operator.
 
     `tenants`, `waiting`, `running`, `paused`: the asker's own, or those of all for an operator. `engine`,
-    `disk`, where there is one, and `fairness` are for operators.
+    `disk`, where there is one, and `fairness` are for operators. `journal`: None where there is none.
     """
 
     id: str
@@ -311,6 +267,7 @@ class StatusReply(_FromServer, frozen=True, kw_only=True, tag="status"):
     engine: EngineStatus | None = None
     disk: DiskStatus | None = None
     fairness: FairnessStats | None = None
+    journal: JournalStatus | None = None
     notes: dict[str, str]
     error: str
 

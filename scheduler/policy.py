@@ -49,7 +49,9 @@ class _Metered:
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         prompt = prompt_tokens + self._cached_weight * cached_tokens
-        cost = (self._prompt_weight * prompt + self._output_weight * output_tokens) / tenant.weight
+        work = self._prompt_weight * prompt + self._output_weight * output_tokens
+        cost = work / tenant.weight
+        tenant.work += work
         tenant.service += cost
         tenant.received += cost
         self._last_charged = tenant.service

@@ -59,14 +59,13 @@ def decode(frame: bytes, max_bytes: int) -> ClientMessage:
     """Read what a client sent.
 
     Raises:
-        ProtocolError: "decode", "too_large", "unsupported" or "invalid_param"; `request_id` is set where the
-            frame names one, `field` where one field is at fault.
+        ProtocolError: "decode", "too_large", "unsupported" or "invalid_param"; `request_id` and `about` are
+            set where the frame tells them, `field` where one field is at fault.
     """
     if len(frame) > max_bytes:
         raise ProtocolError("too_large", f"the message has {len(frame)} bytes; the limit is {max_bytes}")
     encoding = encoding_of(frame)
     body = _read_map(frame, encoding)
-    request_id = body.get("id")
     try:
         _check_kind(body)
         fields = {k: value for k, value in body.items() if not str(k).startswith(EXTENSION_PREFIX)}
@@ -76,9 +75,16 @@ def decode(frame: bytes, max_bytes: int) -> ClientMessage:
         problem = _invalid_param(str(error), _TYPES[str(body["type"])])
     except ProtocolError as error:
         problem = error
+    raise _located(problem, body.get("type"), body.get("id"))
+
+
+def _located(problem: ProtocolError, kind: object, request_id: object) -> ProtocolError:
+    """`problem` with what tells its client which of its messages is meant."""
+    if kind in CLIENT_MESSAGE_TYPES:
+        problem.about = str(kind)
     if isinstance(request_id, str) and len(request_id) <= MAX_ID_LENGTH:
         problem.request_id = request_id
-    raise problem
+    return problem
 
 
 def _read_map(frame: bytes, encoding: Encoding) -> dict[Any, object]:

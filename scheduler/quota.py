@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from mlxd.metrics.stats import QuotaGauges
+
 _ROUNDING = 1e-6
 
 
@@ -26,6 +28,18 @@ class TokenBucket:
     @classmethod
     def full(cls, per_minute: int) -> "TokenBucket":
         return cls(per_minute, per_minute)
+
+    @classmethod
+    def of(cls, gauges: QuotaGauges) -> "TokenBucket":
+        """The bucket that has these gauges."""
+        return cls(gauges.per_minute, gauges.level, gauges.at, gauges.held)
+
+    def gauges(self) -> QuotaGauges:
+        return QuotaGauges(self.per_minute, self.level, self.at, self.held)
+
+    def left_at(self, now: float) -> int:
+        """Tokens that may be held as well."""
+        return max(0, int(self.level_at(now) - self.held + _ROUNDING))
 
     def level_at(self, now: float) -> float:
         return min(self.per_minute, self.level + max(0.0, now - self.at) * self.per_minute / 60)

@@ -33,7 +33,11 @@ class Refusals:
         if error.code in _NOT_MESSAGES and not session.patience.take_bad_frame(self._loop.time()):
             error = ProtocolError("flood", "too many bad frames; nothing of this peer is read for a second")
         reply = wire.Error(
-            id=error.request_id or UNSET, code=error.code, message=str(error), field=error.field or UNSET
+            id=error.request_id or UNSET,
+            code=error.code,
+            message=str(error),
+            field=error.field or UNSET,
+            about=error.about,
         )
         door.send(session, reply)
 

@@ -16,7 +16,8 @@ from mlxd.scheduler.fit import check_shares
 
 logger = logging.getLogger(__name__)
 
-_CREDENTIALS = ("token_sha256", "public_key")
+_CREDENTIALS = {"token_sha256": "token_hashes", "public_key": "public_keys"}
+"""Settings that are not shown, and the properties that have their values as tuples."""
 
 
 class Reloader:
@@ -100,12 +101,23 @@ def tenant_changes(old: tuple[TenantConfig, ...], new: tuple[TenantConfig, ...])
     for name, tenant in after.items():
         if name not in before:
             yield f"{name}: added"
-        elif tenant != before[name]:
-            yield f"{name}: {', '.join(_field_changes(before[name], tenant))}"
+        elif changes := ", ".join(_field_changes(before[name], tenant)):
+            yield f"{name}: {changes}"
 
 
 def _field_changes(old: TenantConfig, new: TenantConfig) -> Iterator[str]:
     for name in TenantConfig.__struct_fields__:
-        was, is_now = getattr(old, name), getattr(new, name)
-        if was != is_now:
-            yield f"{name} replaced" if name in _CREDENTIALS else f"{name} {was} -> {is_now}"
+        was, is_now = (getattr(tenant, _CREDENTIALS.get(name, name)) for tenant in (old, new))
+        if name in _CREDENTIALS:
+            was, is_now = set(was), set(is_now)
+            if was != is_now:
+                yield f"{name} {_replacement(was, is_now)}"
+        elif was != is_now:
+            yield f"{name} {was} -> {is_now}"
+
+
+def _replacement(was: set[str], is_now: set[str]) -> str:
+    """What became of credentials that differ."""
+    if was <= is_now:
+        return "added"
+    return "removed" if is_now <= was else "replaced"

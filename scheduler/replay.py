@@ -4,6 +4,7 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -11,12 +12,16 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from mlxd.scheduler.config import Positive
+from mlxd.caches.files import open_file
 from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.sections import Positive
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MAX_LENGTH = 2**20
 """Tokens of a prompt or an output, at most."""
+MAX_TOKENS = 100_000_000
+"""Of all prompts and outputs together, at most: each output token is remembered until the end."""
+MAX_CSV_BYTES = 2**28
 _BURSTY_WEIGHT = 3
 Scale = Annotated[float, Meta(gt=0, le=1e6)]
 
@@ -43,6 +48,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         weights = [_BURSTY_WEIGHT if name in self.bursty else 1 for name in tenants]
         path = folder / self.csv
         begun: datetime | None = None
+        num_tokens = 0
         for number, row in enumerate(_rows(path)):
             if number >= self.limit:
                 return
@@ -55,6 +61,8 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     self._tokens(row, "ContextTokens"),
                     self._tokens(row, "GeneratedTokens"),
                 )
+                num_tokens += num_prompt + num_output
+                _check_total(num_tokens)
             except ValueError as error:
                 raise ConfigError(f"{path}:{number + 2}: {error}") from None
             at = (stamp - begun).total_seconds() * self.time_scale
@@ -74,6 +82,13 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return scaled
 
 
+def _check_total(num_tokens: int) -> None:
+    """Raises ValueError."""
+    if num_tokens > MAX_TOKENS:
+        hint = "a smaller replay.length_scale or replay.limit makes fewer"
+        raise ValueError(f"with this row there are {num_tokens} tokens; the limit is {MAX_TOKENS}; {hint}")
+
+
 def _stamp(text: str) -> datetime:
     """UTC unless it says otherwise. Raises ValueError."""
     stamp = datetime.fromisoformat(text[:26])
@@ -82,7 +97,7 @@ def _stamp(text: str) -> datetime:
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with TextIOWrapper(open_file(path, MAX_CSV_BYTES), "utf-8", newline="") as file:
             reader = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:

@@ -32,8 +32,8 @@ _PROTOCOL_CODES = frozenset(
 )
 
 
-def reply_of(error: MlxdError, request_id: str) -> wire.Rejected | wire.Error:
-    """What the daemon answers for a request that met `error`."""
+def reply_of(error: MlxdError, request_id: str, about: str = "") -> wire.Rejected | wire.Error:
+    """What the daemon answers for a request that met `error`, or to a message of type `about` that did."""
     if isinstance(error, RejectedError):
         return wire.Rejected(
             id=request_id,
@@ -43,7 +43,7 @@ def reply_of(error: MlxdError, request_id: str) -> wire.Rejected | wire.Error:
             retry_after_ms=error.retry_after_ms,
         )
     field = error.field if isinstance(error, InvalidParamError) else UNSET
-    return wire.Error(id=request_id, code=error.code, message=str(error), field=field)
+    return wire.Error(id=request_id, code=error.code, message=str(error), field=field, about=about or UNSET)
 
 
 def rejection_reply(event: Rejected) -> wire.Rejected:

@@ -1,12 +1,16 @@
 """What the daemon tells about itself in hello and status replies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mlxd.batching.runner import RunnerInfo
+from mlxd.caches.budget import parse_size
 from mlxd.metrics.stats import DiskStats, EngineSnapshot, TenantGauges
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.config import Config, DiskConfig, ServerConfig, TenantConfig
+from mlxd.scheduler.config import Config, DiskConfig, JournalConfig, ServerConfig, TenantConfig
 from mlxd.scheduler.frames import MAX_DEPTH, MAX_ITEMS, MAX_STRING_BYTES
+from mlxd.scheduler.journal_room import JournalUsage
+from mlxd.scheduler.quota import TokenBucket
+from mlxd.scheduler.status import DiskStatus, EngineStatus, JournalStatus, TenantStatus
 
 
 def limits(config: ServerConfig, info: RunnerInfo | None) -> wire.Limits:
@@ -34,6 +38,7 @@ def status_reply(
     now: float,
     started_at: float,
     generated_tokens: Mapping[str, int],
+    journal: JournalUsage,
 ) -> wire.StatusReply:
     """What depends on other tenants' work is shown to operators alone.
 
@@ -41,13 +46,11 @@ def status_reply(
         state: the daemon's.
         at: the engine at its latest step.
         generated_tokens: of each tenant since the start.
+        journal: what its file holds.
     """
     sees_all = asker.operator
-    names = [t.name for t in config.tenants] if sees_all else [asker.name]
-    tenants = {
-        name: _tenant_status(at.tenants.get(name, TenantGauges()), generated_tokens.get(name, 0), sees_all)
-        for name in names
-    }
+    shown = config.tenants if sees_all else (asker,)
+    tenants = _tenants(shown, at.tenants, generated_tokens, journal.held, now, sees_all)
     return wire.StatusReply(
         id=reply_id,
         state=state,
@@ -62,13 +65,14 @@ def status_reply(
         engine=_engine_status(at, now) if sees_all else None,
         disk=_disk_status(config.cache.disk, at.disk) if sees_all else None,
         fairness=at.fairness if sees_all else None,
+        journal=_journal_status(config.journal, journal if sees_all else None),
         notes=(info.notes if info else {}) | (at.notes if sees_all else {}),
         error=at.error,
     )
 
 
-def _engine_status(at: EngineSnapshot, now: float) -> wire.EngineStatus:
-    return wire.EngineStatus(
+def _engine_status(at: EngineSnapshot, now: float) -> EngineStatus:
+    return EngineStatus(
         steps=at.steps,
         last_step_age_s=now - at.last_step_at if at.last_step_at else None,
         kv_used_bytes=at.kv_used_bytes,
@@ -88,10 +92,10 @@ def _engine_status(at: EngineSnapshot, now: float) -> wire.EngineStatus:
     )
 
 
-def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> wire.DiskStatus | None:
+def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> DiskStatus | None:
     if disk is None or stats is None:
         return None
-    return wire.DiskStatus(
+    return DiskStatus(
         folder=str(disk.folder),
         pages=stats.num_stored,
         used_bytes=stats.used_bytes,
@@ -99,12 +103,49 @@ def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> wire.DiskS
     )
 
 
-def _tenant_status(gauges: TenantGauges, generated_tokens: int, sees_service: bool) -> wire.TenantStatus:
-    return wire.TenantStatus(
-        waiting=gauges.waiting,
-        running=gauges.running,
-        paused=gauges.paused,
-        kv_reserved_bytes=gauges.kv_reserved_bytes,
-        service=gauges.service if sees_service else None,
-        generated_tokens=generated_tokens,
+def _journal_status(config: JournalConfig, usage: JournalUsage | None) -> JournalStatus | None:
+    """`usage`: None where the asker may not know."""
+    if config.durability == "none":
+        return None
+    if usage is None:
+        return JournalStatus(fsync=config.fsync)
+    return JournalStatus(
+        fsync=config.fsync,
+        used_bytes=sum(usage.held.values()),
+        max_bytes=parse_size(config.max_bytes),
+        part_bytes=usage.part,
     )
+
+
+def _tenants(
+    shown: Sequence[TenantConfig],
+    gauges: Mapping[str, TenantGauges],
+    generated_tokens: Mapping[str, int],
+    journal_bytes: Mapping[str, int],
+    now: float,
+    sees_all: bool,
+) -> dict[str, TenantStatus]:
+    all_work = sum(each.work for each in gauges.values())
+    found = {}
+    for tenant in shown:
+        own = gauges.get(tenant.name, TenantGauges())
+        found[tenant.name] = TenantStatus(
+            weight=tenant.weight,
+            waiting=own.waiting,
+            running=own.running,
+            paused=own.paused,
+            kv_reserved_bytes=own.kv_reserved_bytes,
+            service=own.service if sees_all else None,
+            share=(own.work / all_work if all_work else 0.0) if sees_all else None,
+            generated_tokens=generated_tokens.get(tenant.name, 0),
+            tokens_left=_tokens_left(tenant, own, now),
+            journal_bytes=journal_bytes.get(tenant.name, 0),
+        )
+    return found
+
+
+def _tokens_left(tenant: TenantConfig, gauges: TenantGauges, now: float) -> int | None:
+    """Until the engine tells, a tenant has all of them."""
+    if tenant.tokens_per_minute is None or gauges.quota is None:
+        return tenant.tokens_per_minute
+    return TokenBucket.of(gauges.quota).left_at(now)

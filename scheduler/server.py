@@ -19,6 +19,7 @@ from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import ConfigError, EngineFailedError, MlxdError, RejectedError
+from mlxd.scheduler.exit_codes import EXIT_FAILED, EXIT_HUNG, EXIT_OK
 from mlxd.scheduler.frontend import Frontend
 from mlxd.scheduler.intake import Served
 from mlxd.scheduler.journal import JournalWriter, NoJournal, open_journal
@@ -28,7 +29,6 @@ from mlxd.scheduler.watchdog import Watchdog, stacks
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
-EXIT_FAILED, EXIT_HUNG = 1, 3
 SETTLE_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 10.0
 FORCED_STOP_TIMEOUT_S = 1.0
@@ -125,7 +125,7 @@ class Server:
                 exit_code = await self._live(frontend, serving, metrics)
             finally:
                 await self._stop(frontend, serving, journal)
-        exit_code = exit_code or (EXIT_FAILED if self.left_engine_behind else 0)
+        exit_code = exit_code or (EXIT_FAILED if self.left_engine_behind else EXIT_OK)
         logger.info("ended exit_code=%d", exit_code)
         return exit_code
 
@@ -154,7 +154,7 @@ class Server:
         if fault := self._watchdog.fault():
             self._give_up(frontend, fault)
             return EXIT_HUNG
-        return EXIT_FAILED if self._failed else 0
+        return EXIT_FAILED if self._failed else EXIT_OK
 
     def _give_up(self, frontend: Frontend, fault: str) -> None:
         """Tell everybody what hangs or is dead, while the process can."""

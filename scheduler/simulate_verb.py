@@ -6,8 +6,8 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from mlxd.scheduler.config import PolicyName
 from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.sections import PolicyName
 from mlxd.scheduler.simulation import Record, Simulation
 from mlxd.scheduler.simulation_report import plot_service, simulation_tables
 from mlxd.scheduler.tables import show

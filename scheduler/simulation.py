@@ -18,6 +18,8 @@ from mlxd.scheduler.trace import Act, Arrival, Machine, Trace
 
 _NO_TOKEN = "0" * 64
 _SAMPLE_S = 1.0
+MAX_SAMPLES = 1_000_000
+"""Of all tenants together: where there are as many, every second one goes, and others come half as often."""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class Simulation:
         self._acts: list[tuple[float, Act, RequestKey]] = []
         self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._machine_free_at = 0.0
+        self._sample_s = _SAMPLE_S
         self._arrived_at: dict[RequestKey, float] = {}
         self._last_token_at: dict[RequestKey, float] = {}
 
@@ -169,7 +172,11 @@ class Simulation:
     def _note_gap(self) -> None:
         gap = self.scheduler.fairness.gap(self.competing())
         self.record.largest_gap = max(self.record.largest_gap, gap)
-        if not self.record.samples or self.now - self.record.samples[-1][0] >= _SAMPLE_S:
+        samples = self.record.samples
+        if not samples or self.now - samples[-1][0] >= self._sample_s:
+            if len(samples) * len(self.record.tenants) >= MAX_SAMPLES:
+                del samples[1::2]
+                self._sample_s *= 2
             self._take_sample()
 
     def competing(self) -> list[Tenant]:

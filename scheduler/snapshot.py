@@ -76,7 +76,10 @@ def after_failure(last: EngineSnapshot, error: str, now: float) -> EngineSnapsho
         paused=0,
         prefilling=0,
         prefill_tokens_left=0,
-        tenants={name: TenantGauges(service=gauges.service) for name, gauges in last.tenants.items()},
+        tenants={
+            name: TenantGauges(service=gauges.service, work=gauges.work)
+            for name, gauges in last.tenants.items()
+        },
         kv_used_bytes=0,
         kv_reserved_bytes=0,
         pages={name: (0, total) for name, (_, total) in last.pages.items()},

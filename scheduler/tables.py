@@ -16,7 +16,8 @@ from mlxd.caches.sizing import MemoryPlan
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
-from mlxd.scheduler.messages import DiskStatus, EngineStatus, StatusReply
+from mlxd.scheduler.messages import StatusReply
+from mlxd.scheduler.status import DiskStatus, EngineStatus, JournalStatus
 
 _PIPE_WIDTH = 1000
 
@@ -121,6 +122,16 @@ def _disk(disk: DiskStatus) -> str:
     return f"{disk.folder}: {disk.pages} pages, {show_bytes(disk.used_bytes)} of {show_bytes(disk.max_bytes)}"
 
 
+def _journal(journal: JournalStatus | None) -> str:
+    if journal is None:
+        return "off: requests end with the daemon"
+    kept = f"on, fsync {journal.fsync}"
+    if journal.used_bytes is None or journal.max_bytes is None:
+        return kept
+    part = "" if journal.part_bytes is None else f", {show_bytes(journal.part_bytes)} of it each tenant's own"
+    return f"{kept}: {show_bytes(journal.used_bytes)} of {show_bytes(journal.max_bytes)}{part}"
+
+
 def tokens_per_s(before: StatusReply, now: StatusReply) -> float | None:
     """Generated tokens a second between two looks at one daemon; None where it was started anew."""
     passed_s = now.uptime_s - before.uptime_s
@@ -143,6 +154,7 @@ def status_tables(
         details: show what was traced and what was chosen at start, which does not change.
     """
     pace = tokens_per_s(before, status) if before is not None else None
+    has_journal = status.journal is not None
     shown = facts(
         ("model", status.model),
         ("state", f"{status.state}: {status.error}" if status.error else status.state),
@@ -155,21 +167,29 @@ def status_tables(
         ("KV capacity", show_bytes(status.kv_capacity_bytes)),
         *(() if status.engine is None else _engine(status.engine, details=details)),
         *((("disk", _disk(status.disk)),) if status.disk is not None else ()),
+        ("journal", _journal(status.journal)),
         *(() if status.fairness is None else _fairness(status.fairness)),
         *(status.notes.items() if details else ()),
     )
     tenants = table(
         "Tenants",
-        ("tenant", "running", "waiting", "paused", "tokens", "KV reserved", "service"),
+        (
+            *("tenant", "weight", "running", "waiting", "paused", "tokens", "left a minute"),
+            *("KV reserved", *(("journal",) if has_journal else ()), "service", "share"),
+        ),
         (
             (
                 name,
+                f"{tenant.weight:g}",
                 str(tenant.running),
                 str(tenant.waiting),
                 str(tenant.paused),
                 str(tenant.generated_tokens),
+                "any" if tenant.tokens_left is None else str(tenant.tokens_left),
                 show_bytes(tenant.kv_reserved_bytes),
+                *((show_bytes(tenant.journal_bytes),) if has_journal else ()),
                 "" if tenant.service is None else f"{tenant.service:.0f}",
+                "" if tenant.share is None else f"{tenant.share:.1%}",
             )
             for name, tenant in sorted(status.tenants.items())
         ),

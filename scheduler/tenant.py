@@ -26,6 +26,7 @@ class Tenant:
         num_prefilling, prefill_left: its rows that prefill, and the positions they still have to compute.
         service: weighted tokens it was served, divided by its weight; moved by the policy alone.
         received: the same without what `service` was lifted by.
+        work: weighted tokens that it was served, whatever its weight.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Tenant:
     is_held: bool = False
     service: float = 0.0
     received: float = 0.0
+    work: float = 0.0
 
     @classmethod
     def of(cls, config: TenantLimits, reservable_bytes: float) -> "Tenant":
@@ -97,5 +99,11 @@ class Tenant:
 
     def gauges(self) -> TenantGauges:
         return TenantGauges(
-            len(self.queue), self.num_running, self.reserved_bytes, self.service, self.num_paused
+            len(self.queue),
+            self.num_running,
+            self.reserved_bytes,
+            self.service,
+            self.num_paused,
+            self.work,
+            None if self.bucket is None else self.bucket.gauges(),
         )

@@ -148,6 +148,7 @@ class TenantBook:
         if tenant.bucket is not None and request.row is None:
             tenant.bucket.release(1)
             self.line.note(tenant)
+            self.touched.add(tenant.name)
 
     def use(self, tenant: Tenant, num_tokens: int, now: float) -> None:
         """Prompt or generated tokens were computed for a tenant, or found."""

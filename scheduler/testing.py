@@ -25,6 +25,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
 )
 from mlxd.scheduler.events import Usage
+from mlxd.scheduler.replies import reply_of
 from mlxd.scheduler.results import Completion
 
 Reply = str | Completion | MlxdError
@@ -84,7 +85,8 @@ class FakeTransport:
                 self._arrivals.put_nowait(wire.Draining(id=message.id))
             case wire.Resume():
                 text = "a fake daemon keeps no requests"
-                self._arrivals.put_nowait(wire.Error(id=message.id, code="gone", message=text))
+                error = wire.Error(id=message.id, code="gone", message=text, about="resume")
+                self._arrivals.put_nowait(error)
             case wire.Grant():
                 pass
             case wire.Reload():
@@ -119,19 +121,13 @@ class FakeTransport:
 
     def _refuse(self, request: wire.Generate, error: MlxdError) -> None:
         if isinstance(error, RejectedError):
-            rejected = wire.Rejected(
-                id=request.id,
-                reason=error.reason,
-                message=str(error),
-                retryable=error.retryable,
-                retry_after_ms=error.retry_after_ms,
-            )
-            self._arrivals.put_nowait(rejected)
+            self._arrivals.put_nowait(reply_of(error, request.id))
             return
-        if not isinstance(error, (InvalidParamError, InvalidPromptError)):
+        if isinstance(error, (InvalidParamError, InvalidPromptError)):
+            self._arrivals.put_nowait(reply_of(error, request.id, about="generate"))
+        else:
             self._arrivals.put_nowait(wire.Accepted(id=request.id))
-        field = error.field if isinstance(error, InvalidParamError) else UNSET
-        self._arrivals.put_nowait(wire.Error(id=request.id, code=error.code, message=str(error), field=field))
+            self._arrivals.put_nowait(reply_of(error, request.id))
 
     def _complete(self, request: wire.Generate, answer: Completion, pieces: list[str]) -> None:
         self._arrivals.put_nowait(wire.Accepted(id=request.id))

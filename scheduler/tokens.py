@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from mlxd.scheduler.config import Name
+from mlxd.caches.files import read_file
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.schema import describe
+from mlxd.scheduler.sections import Name
 
 MAX_FILE_BYTES = 4096
 
@@ -74,13 +75,11 @@ def read_token(token: str | None, path: Path | None) -> str:
             )
         return token
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-        text = raw.decode("ascii").strip()
+        text = read_file(path, MAX_FILE_BYTES).decode("ascii").strip()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         text = ""
-    if len(raw) > MAX_FILE_BYTES or not text.isprintable() or not text or " " in text:
+    if not text.isprintable() or not text or " " in text:
         raise ConfigError(f"{path}: holds no token: one line of printable ASCII is expected")
     return text

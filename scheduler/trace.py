@@ -12,13 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler.config import Name, SchedulerConfig, Seconds, TenantLimits, limit_problems
+from mlxd.scheduler.config_rules import limit_problems
 from mlxd.scheduler.cost_model import CostModel
 from mlxd.scheduler.document import Keys, parse_document, read_text
 from mlxd.scheduler.events import RequestKey, Submission
 from mlxd.scheduler.messages import DeadlineMs
 from mlxd.scheduler.priority import Priority, PriorityName
-from mlxd.scheduler.replay import MAX_LENGTH, Replay
+from mlxd.scheduler.replay import MAX_LENGTH, MAX_TOKENS, Replay
+from mlxd.scheduler.sections import Name, SchedulerConfig, Seconds, TenantLimits
 
 STOP_TOKEN = 1
 MAX_ARRIVALS = 1_000_000
@@ -119,7 +120,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def _problems(trace: Trace) -> Iterator[tuple[Keys, str]]:
     yield from limit_problems(trace.tenants)
     names = {tenant.name for tenant in trace.tenants}
-    num_arrivals = 0.0
+    num_arrivals = num_tokens = 0.0
     for index, load in enumerate(trace.load):
         if load.tenant not in names:
             yield ("load", index, "tenant"), f"is {load.tenant!r}; tenants has no such name"
@@ -136,12 +137,15 @@ def _problems(trace: Trace) -> Iterator[tuple[Keys, str]]:
                 ("load", index, "max_tokens"),
                 f"is {load.max_tokens}; output_tokens go to {load.output_tokens[1]}",
             )
-        num_arrivals += load.per_s * (load.until_s - load.from_s)
-        if num_arrivals > MAX_ARRIVALS:
-            yield (
-                ("load", index, "per_s"),
-                f"makes about {num_arrivals:.0f} requests; the limit is {MAX_ARRIVALS}",
-            )
+        num_requests = max(load.per_s * (load.until_s - load.from_s), load.burst)
+        num_arrivals += num_requests
+        num_tokens += num_requests * (sum(load.prompt_tokens) + sum(load.output_tokens)) / 2
+        for name, made, limit in (
+            ("requests", num_arrivals, MAX_ARRIVALS),
+            ("tokens", num_tokens, MAX_TOKENS),
+        ):
+            if made > limit:
+                yield ("load", index, "per_s"), f"makes about {made:.0f} {name}; the limit is {limit}"
     for index, name in enumerate(trace.replay.bursty if trace.replay is not None else ()):
         if name not in names:
             yield ("replay", "bursty", index), f"is {name!r}; tenants has no such name"

@@ -17,6 +17,7 @@ from mlxd.scheduler.errors import (
     ClientTimeoutError,
     ConfigError,
     ConnectionLostError,
+    InvalidParamError,
     MlxdError,
     ProtocolError,
     UnauthenticatedError,
@@ -43,7 +44,9 @@ _HANDSHAKE_FAILED = (
 class Transport(Protocol):
     """An open connection on which hello is done."""
 
-    async def send(self, message: wire.ClientMessage) -> None: ...
+    async def send(self, message: wire.ClientMessage) -> None:
+        """Raises InvalidParamError for a message that cannot be told."""
+        ...
 
     async def receive(self) -> wire.ServerMessage:
         """The daemon's next message.
@@ -88,10 +91,11 @@ class ZmqTransport:
             ClientTimeoutError: nobody answered, or there is no such ipc socket.
             UnauthenticatedError: the token or key is no tenant's, or the server's key is not this daemon's.
             ConfigError: the endpoint is not one, or none for such a login.
+            InvalidParamError: the token is no text.
             ProtocolError: the daemon refused for another reason; `code` says which.
         """
         login.check_endpoint(endpoint)
-        hello = encode(wire.Hello(v=wire.PROTOCOL_VERSION, token=login.token, client=client))
+        hello = _frame(wire.Hello(v=wire.PROTOCOL_VERSION, token=login.token, client=client))
         patience_s = wait_s + timeout_s
         await _wait_for_socket(endpoint, wait_s)
         try:
@@ -110,7 +114,7 @@ class ZmqTransport:
     async def send(self, message: wire.ClientMessage) -> None:
         is_streaming = isinstance(message, wire.Generate | wire.Resume | wire.Grant)
         socket = self._submit if is_streaming else self._control
-        await socket.send(encode(message))
+        await socket.send(_frame(message))
 
     async def receive(self) -> wire.ServerMessage:
         arrival = await self._arrivals.get()
@@ -145,6 +149,14 @@ class ZmqTransport:
         finally:  # who waits may be cancelled
             for socket in (self._submit, self._control):
                 socket.close(linger=LINGER_MS)
+
+
+def _frame(message: wire.ClientMessage) -> bytes:
+    """Raises InvalidParamError for what no frame can hold: half a surrogate pair, a number beyond 64 bits."""
+    try:
+        return encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise InvalidParamError.from_message("", f"the message cannot be sent: {error}") from None
 
 
 async def _wait_for_socket(endpoint: str, wait_s: float) -> None:

@@ -1,7 +1,7 @@
 """A daemon without a model in which one named point breaks: `python fault_points.py POINT ACTION CONFIG ARM`.
 
 The point works as always until the file ARM exists. ACTION: raise, hang, kill, or starve: finds no memory
-once and removes the file. With none of either, or with "quick" steps that take no time, nothing breaks.
+once and removes the file. With none of these, or with "quick" steps that take no time, nothing breaks.
 "poison": each step of the request with POISON_SEED kills.
 """
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
-from mlxd.batching.runner import Runner
+from mlxd.batching.runner import Progress, Runner
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.metrics.recorder import NullRecorder
@@ -131,3 +131,7 @@ class World:
                 return
             self.turn()
         raise AssertionError(f"{self.scheduler.num_open} requests still open after {max_turns} turns")
+
+
+def fake_factory(config: Config, progress: Progress) -> Runner:
+    return FakeRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB)

@@ -162,7 +162,7 @@ def test_a_server_that_counts_other_tokens_ends_the_benchmark() -> None:
 def test_answers_are_compared_up_to_their_first_difference() -> None:
     one = [Answer(ASKS[0], 0.0, text=text) for text in (" abcd", "abcd", "")]
     other = [Answer(ASKS[0], 0.0, text=text) for text in ("abcd", "abxd", "")]
-    assert same(one, other) == {"same_answers": 2, "same_until": 0.5}
+    assert same(one, other) == {"same_answers": 2, "same_until": 0.833}
 
 
 SIDES = {"model": "m", "rows": 8, "context": 64, "lengths": "aligned", "load": 0.7, "length": 100}
@@ -188,7 +188,15 @@ DRAWN = {
     ],
     "breakdown": [
         SIDES
-        | {"kind": kind, "part": part, "one_graph": True, "build_ms": 1.0, "launch_ms": 1.0, "wait_ms": 3.0}
+        | {
+            "kind": kind,
+            "part": part,
+            "one_graph": True,
+            "build_ms": 1.0,
+            "launch_ms": 1.0,
+            "wait_ms": 3.0,
+            "cpu_ms": 4.0,
+        }
         for kind in ("whole", "part")
         for part in ("products", "attention", "sampling, greedy")
     ]

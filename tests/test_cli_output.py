@@ -18,8 +18,9 @@ from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
-from mlxd.scheduler.messages import DiskStatus, StatusReply, TenantStatus
+from mlxd.scheduler.messages import StatusReply
 from mlxd.scheduler.progress import ProgressBars
+from mlxd.scheduler.status import DiskStatus, JournalStatus, TenantStatus
 from mlxd.scheduler.tables import (
     plan_tables,
     show,
@@ -95,6 +96,38 @@ def test_the_disk_shows_where_there_is_one() -> None:
     for status in (fake_status(), replace(fake_status(), disk=disk)):
         lines = [text.rstrip() for text in shown(status_tables(status)).splitlines()]
         assert (line in lines) is (status.disk is not None)
+
+
+def test_the_journal_shows_as_far_as_it_is_told() -> None:
+    told = JournalStatus(fsync="always", used_bytes=1536, max_bytes=2**30, part_bytes=2**20)
+    lines = {
+        None: "off: requests end with the daemon",
+        JournalStatus(fsync="never"): "on, fsync never",
+        told: "on, fsync always: 1.5 KiB of 1 GiB, 1 MiB of it each tenant's own",
+    }
+    for journal, line in lines.items():
+        shown_lines = shown(status_tables(replace(look(1, 1), journal=journal))).splitlines()
+        assert f"journal      {line}" in [text.rstrip() for text in shown_lines]
+
+
+def test_a_tenant_shows_what_it_may_and_what_it_has() -> None:
+    tenant = TenantStatus(
+        weight=2.5,
+        waiting=1,
+        running=2,
+        kv_reserved_bytes=1024,
+        service=7.0,
+        share=0.25,
+        generated_tokens=9,
+        tokens_left=50,
+        journal_bytes=2048,
+    )
+    limited = replace(tenant, service=None, share=None, tokens_left=None)
+    journal = JournalStatus(fsync="always")
+    status = replace(fake_status(), journal=journal, tenants={"acme": tenant, "beta": limited})
+    rows = [line.split() for line in shown(status_tables(status)).splitlines()]
+    assert ["acme", "2.5", "2", "1", "0", "9", "50", "1", "KiB", "2", "KiB", "7", "25.0%"] in rows
+    assert ["beta", "2.5", "2", "1", "0", "9", "any", "1", "KiB", "2", "KiB"] in rows
 
 
 def test_small_shares_are_shown_and_nothing_is_padded_off_a_terminal(

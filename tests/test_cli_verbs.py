@@ -19,7 +19,7 @@ from wire_daemon import daemon as wire_daemon
 from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import cli
-from mlxd.scheduler.client_verbs import Access
+from mlxd.scheduler.access import Access
 from mlxd.scheduler.errors import InvalidParamError, RejectedError, RequestFailedError
 from mlxd.scheduler.events import Usage
 from mlxd.scheduler.results import Completion

@@ -1,7 +1,6 @@
 """The deployment file: what it may say, and the one line an error is."""
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxd.caches.budget import MIN_BYTES, check_budget, parse_budget
-from mlxd.scheduler.addresses import MAX_IPC_PATH_BYTES, check_socket_address, split_host_port
 from mlxd.scheduler.config import CacheConfig, Config, CurveConfig, ServerConfig, TenantConfig
-from mlxd.scheduler.document import MAX_BYTES, parse_document
+from mlxd.scheduler.document import parse_document
 from mlxd.scheduler.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -334,36 +331,6 @@ def test_a_configuration_made_in_python_is_held_to_the_same_rules() -> None:
         Config(version=1, tenants=good.tenants, server=ServerConfig(submit="inproc://x")).check()
 
 
-def test_files_that_cannot_be_read_get_one_line(tmp_path: Path) -> None:
-    (tmp_path / "latin1.yaml").write_bytes(b"# caf\xe9\n")
-    (tmp_path / "huge.yaml").write_bytes(b"#" * (MAX_BYTES + 1))
-    for name, reason in {
-        "missing.yaml": "cannot be read: No such file or directory",
-        ".": "cannot be read: Is a directory",
-        "a\0b": "cannot be read: embedded null byte",
-        "latin1.yaml": "byte 5 is not UTF-8",
-        "huge.yaml": f"is over {MAX_BYTES} bytes, the limit",
-    }.items():
-        with pytest.raises(ConfigError) as caught:
-            Config.load(f"{tmp_path}/{name}")
-        assert str(caught.value) == f"{tmp_path}/{name}: {reason}"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "mlxd.yaml"
-    path.write_text(MINIMAL)
-    path.chmod(0)
-    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
-        Config.load(path)
-
-
-def test_a_byte_order_mark_is_no_obstacle(tmp_path: Path) -> None:
-    path = tmp_path / "mlxd.yaml"
-    path.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
-    assert Config.load(path).version == 1
-
-
 @given(st.text(max_size=60))
 def test_any_text_is_a_configuration_or_one_line(text: str) -> None:
     for candidate in (text, with_section(text), with_section(f"model: {{path: {text}}}")):
@@ -413,94 +380,3 @@ def test_any_value_of_any_setting_is_accepted_or_named(place: tuple[str, str], v
         assert any(cause in message for cause in causes)
     else:
         assert getattr(getattr(config, section), field) == value
-
-
-@pytest.mark.parametrize(
-    ("value", "free", "size"),
-    [
-        ("8GiB", 2**34, 2**33),
-        ("512MiB", 2**34, 2**29),
-        ("1.5 gib", 2**34, 3 * 2**29),
-        ("2GB", 2**34, 2 * 10**9),
-        (2**20, 2**20, 2**20),
-        (0.5, 2**22, 2**21),
-        (1.0, 2**22, 2**22),
-    ],
-)
-def test_budgets_in_bytes_or_as_a_share(value: str | int | float, free: int, size: int) -> None:
-    assert parse_budget(value, free) == size
-
-
-NO_BUDGETS = (0, -1, 1, MIN_BYTES - 1, True, 0.0, -0.5, 1.01, float("nan"), float("inf"))
-NO_BUDGET_TEXTS = ("", "8", "8G", "GiB", "-1GiB", "1e3MiB", "1KiB", "60%", "٣GiB", "8GiB ")
-
-
-@pytest.mark.parametrize("value", NO_BUDGETS + NO_BUDGET_TEXTS)
-def test_wrong_budgets_are_refused(value: str | int | float) -> None:
-    with pytest.raises(ValueError, match=r"^is .*; it must be bytes from 1 MiB on"):
-        check_budget(value)
-
-
-@pytest.mark.parametrize(("value", "free"), [(2**21, 2**20), (0.5, 2**20), ("1GiB", 2**29)])
-def test_a_budget_the_device_does_not_hold_is_refused(value: str | int | float, free: int) -> None:
-    with pytest.raises(ValueError, match=f"to the {free} bytes that are free"):
-        parse_budget(value, free)
-
-
-@given(st.floats(0, 1, exclude_min=True), st.integers(MIN_BYTES, 2**45))
-def test_a_share_never_exceeds_what_is_free(share: float, free: int) -> None:
-    if int(share * free) >= MIN_BYTES:
-        assert parse_budget(share, free) <= free
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "ipc:///run/mlxd/s",
-        "tcp://127.0.0.1:1",
-        "tcp://127.1.2.3:65535",
-        "tcp://localhost:7000",
-        "tcp://[::1]:7000",
-    ],
-)
-def test_unix_sockets_and_loopback_are_accepted(address: str) -> None:
-    check_socket_address(address)
-
-
-@pytest.mark.parametrize(
-    ("address", "reason"),
-    [
-        ("", "it must be ipc:///PATH or tcp://"),
-        ("/tmp/x", "it must be ipc:///PATH or tcp://"),
-        ("http://127.0.0.1:1", "it must be ipc:///PATH or tcp://"),
-        ("ipc://", "its path must be absolute"),
-        ("ipc://x.sock", "its path must be absolute"),
-        ("ipc://@abstract", "its path must be absolute"),
-        ("ipc:///tmp/", "its path must be absolute and name a file"),
-        ("ipc:///" + "x" * MAX_IPC_PATH_BYTES, f"its path has {MAX_IPC_PATH_BYTES + 1} bytes"),
-        ("ipc:///" + "ä" * (MAX_IPC_PATH_BYTES // 2 + 1), "a socket's path has at most"),
-        ("tcp://*:7000", "it must be tcp://HOST:PORT"),
-        ("tcp://127.0.0.1", "it must be tcp://HOST:PORT"),
-        ("tcp://127.0.0.1:65536", "it must be tcp://HOST:PORT"),
-        ("tcp://127.0.0.1:0", "its port must be from 1"),
-        ("tcp://10.0.0.1:7000", "beyond loopback there are only"),
-        ("tcp://example.com:7000", "beyond loopback there are only"),
-        ("tcp://[::]:7000", "beyond loopback there are only"),
-    ],
-)
-def test_other_addresses_are_refused(address: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=r"^is '.*'; ") as caught:
-        check_socket_address(address)
-    assert reason in str(caught.value)
-
-
-def test_the_longest_socket_path_is_accepted() -> None:
-    check_socket_address("ipc:///" + "x" * (MAX_IPC_PATH_BYTES - 1))
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [("0.0.0.0:0", ("0.0.0.0", 0)), ("host.name:9464", ("host.name", 9464)), ("[::1]:1", ("::1", 1))],
-)
-def test_a_metrics_address_is_host_and_port(text: str, parts: tuple[str, int]) -> None:
-    assert split_host_port(text) == parts

@@ -26,8 +26,9 @@ from mlxd.metrics.stats import DiskStats, EngineSnapshot
 from mlxd.scheduler.config import CacheConfig, Config, DiskConfig
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.events import Event, Finished, Tokens
-from mlxd.scheduler.messages import DiskStatus
+from mlxd.scheduler.journal_room import JournalUsage
 from mlxd.scheduler.reports import status_reply
+from mlxd.scheduler.status import DiskStatus
 
 WAIT_S = 20.0
 
@@ -164,6 +165,7 @@ def test_the_status_tells_operators_alone_of_the_disk(operator: bool, tmp_path: 
         now=1.0,
         started_at=0.0,
         generated_tokens={},
+        journal=JournalUsage({}, 0),
     )
     told = DiskStatus(folder=str(tmp_path / "disk"), pages=3, used_bytes=1536, max_bytes=64 * 2**20)
     assert status.disk == (told if operator else None)

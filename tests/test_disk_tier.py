@@ -2,81 +2,18 @@
 
 import errno
 import logging
-import random
 import threading
-from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
 import pytest
-from scheduling import VOCAB, World, make_config, make_tenant, submission
+from disk_machine import CHUNK, KINDS, PAGE, PROMPT, Machine, misses, serve, tokens_of
+from scheduling import make_config, make_tenant, submission
 
 from mlxd.batching import fake_runner
-from mlxd.batching.fake_runner import FakeRunner, fake_completion, fake_memory
-from mlxd.batching.plan import DecodeEntry
 from mlxd.caches import disk_store
 from mlxd.caches.disk_store import DiskStore
-from mlxd.caches.disk_tier import DiskTier
-from mlxd.caches.persistence import PageCodec, PageName
-from mlxd.scheduler.config import Config
-from mlxd.scheduler.events import Finished, RequestKey, Tokens
-
-PAGE, CHUNK = 8, 16
-PROMPT = tuple(range(100, 140))
-NEVER_S = 1e9
-
-
-KINDS: dict[str, dict[str, object]] = {
-    "full": {},
-    "full and sliding": {"window": 20, "num_window_pages": 50},
-    "full and state": {"has_state": True, "num_states": 24},
-    "state": {"has_full": False, "has_state": True, "num_states": 24},
-    "all": {"window": 12, "has_state": True, "boundary": 32},
-}
-"""Groups of a model."""
-
-
-class Machine:
-    """A folder, and a world that is started anew on it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def start(
-        self,
-        config: Config | None = None,
-        *,
-        max_bytes: int = 10**6,
-        step_s: float = NEVER_S,
-        clock: Callable[[], float] = lambda: 0.0,
-        queue_bytes: int = 10**6,
-        num_pages: int | None = None,
-        decode_fault: Callable[[DecodeEntry], str | None] | None = None,
-        prefill_s_per_token: float = 0.0,
-        kind: str = "full",
-    ) -> World:
-        sizes: dict[str, object] = {"chunk": CHUNK, "page_size": PAGE, "num_pages": num_pages}
-        memory = fake_memory(max_rows=8, max_model_len=256, **(sizes | KINDS[kind]))  # type: ignore[arg-type]
-        runner = FakeRunner(
-            memory, vocab_size=VOCAB, decode_fault=decode_fault, prefill_s_per_token=prefill_s_per_token
-        )
-        store = DiskStore(self.folder, max_bytes)
-        codec = PageCodec(runner.page_formats, store.secret)
-        self.tier = DiskTier(store, codec, clock=clock, step_s=step_s, queue_bytes=queue_bytes)
-        return World(config or make_config(), runner, disk=self.tier, secret=store.secret)
-
-    def stop(self) -> None:
-        """Once more is harmless."""
-        self.tier.close()
-
-    def restart(self, config: Config | None = None, **settings: object) -> World:
-        self.stop()
-        return self.start(config, **settings)  # type: ignore[arg-type]
-
-    @property
-    def files(self) -> list[Path]:
-        """Oldest first; not one that is being written."""
-        return sorted((self.folder / "pages").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+from mlxd.caches.persistence import PageName
 
 
 @pytest.fixture
@@ -84,25 +21,6 @@ def machine(tmp_path: Path):  # type: ignore[no-untyped-def]
     made = Machine(tmp_path)
     yield made
     made.stop()
-
-
-def serve(world: World, request_id: str, prompt: Sequence[int] = PROMPT, **fields: object) -> int:
-    """Run it alone to its end, check its tokens; tokens of the prompt that were found."""
-    world.submit(submission(request_id, prompt, **fields))  # type: ignore[arg-type]
-    world.run()
-    ends = {e.key.request_id: e for e in world.events if isinstance(e, Finished)}
-    tokens = tokens_of(world, request_id)
-    assert tokens == fake_completion(prompt, 7, len(tokens), VOCAB)
-    return ends[request_id].usage.cached_tokens
-
-
-def tokens_of(world: World, request_id: str) -> list[int]:
-    events = (e for e in world.events if isinstance(e, Tokens) and e.key.request_id == request_id)
-    return [token for event in events for token in event.token_ids]
-
-
-def misses(machine: Machine) -> dict[str, int]:
-    return {reason: number for reason, number in machine.tier.stats.misses.items() if number}
 
 
 @pytest.mark.parametrize(
@@ -177,71 +95,6 @@ def test_another_models_pages_are_never_asked_for(machine: Machine, monkeypatch:
     monkeypatch.setattr(fake_runner, "RunnerInfo", lambda **f: info(**{**f, "fingerprint": "other"}))
     assert serve(machine.start(), "warm") == 0
     assert misses(machine) == {"absent": 1}
-
-
-def truncate(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def empty(path: Path, other: Path) -> None:
-    path.write_bytes(b"")
-
-
-def flip(path: Path, other: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def swap(path: Path, other: Path) -> None:
-    path.write_bytes(other.read_bytes())
-
-
-def older(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"mlxd-page/1", b"mlxd-page/0"))
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [(truncate, "truncated"), (empty, "truncated"), (flip, "corrupt"), (swap, "foreign"), (older, "foreign")],
-)
-@pytest.mark.parametrize("index", [0, 2, 3])
-def test_a_bad_file_ends_what_is_found_is_counted_removed_and_made_anew(
-    machine: Machine, damage: Callable[[Path, Path], None], reason: str, index: int
-) -> None:
-    serve(machine.start(), "cold")
-    machine.stop()
-    files = machine.files
-    damage(files[index], files[index - 1])
-    world = machine.start()
-    assert serve(world, "warm") == index * PAGE
-    assert misses(machine) == {reason: 1}
-    assert serve(machine.restart(), "again") == 32
-    assert misses(machine) == {}
-
-
-def test_a_file_that_is_gone_is_a_miss(machine: Machine) -> None:
-    serve(machine.start(), "cold")
-    world = machine.restart()
-    machine.files[1].unlink()
-    assert serve(world, "warm") == PAGE
-    assert misses(machine) == {"absent": 1}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_that_a_faulty_row_began_with_stays_on_disk(machine: Machine, kind: str) -> None:
-    serve(machine.start(kind=kind), "cold")
-    machine.stop()
-    assert machine.files
-
-    def fault(entry: DecodeEntry) -> str | None:
-        return "numeric" if entry.position == 41 else None
-
-    world = machine.restart(decode_fault=fault, kind=kind)
-    assert serve(world, "bad", max_tokens=9) == 32
-    machine.stop()
-    assert machine.files == []
-    assert serve(machine.start(kind=kind), "after") == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -336,70 +189,3 @@ def test_a_disk_that_fills_up_is_one_warning_and_serving_goes_on(
     assert machine.tier.is_off
     assert machine.files == []
     assert serve(world, "warm", range(60)) == 56
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(5))
-def test_random_arrivals_cancels_evictions_damage_and_restarts_never_give_a_wrong_token(
-    machine: Machine, seed: int, kind: str
-) -> None:
-    rng = random.Random(seed)
-    config = make_config(make_tenant("acme"), make_tenant("beta"), overcommit=rng.choice([1.0, 3.0]))
-    found = 0
-    for life in range(4):
-        max_bytes = 10**6 if life < 2 else 8_000
-        world = machine.start(config, num_pages=40, max_bytes=max_bytes, kind=kind)
-        prompts: dict[str, tuple[int, ...]] = {}
-        for number in range(25):
-            name = f"{life}.{number}"
-            base = rng.randrange(3) * 100
-            prompts[name] = (
-                *range(base, base + rng.randrange(1, 90)),
-                *[rng.randrange(9)] * rng.randrange(3),
-            )
-            tenant = rng.choice(["acme", "beta"])
-            world.submit(submission(name, prompts[name], max_tokens=rng.randrange(1, 20), tenant=tenant))
-            for _ in range(rng.randrange(4)):
-                world.turn()
-            if rng.random() < 0.2:
-                world.cancel(RequestKey(tenant, name))
-        world.run()
-        for name, prompt in prompts.items():
-            tokens = tokens_of(world, name)
-            assert tokens == fake_completion(prompt, 7, len(tokens), VOCAB)
-        found += machine.tier.stats.pages["loaded"]
-        machine.stop()
-        for path in rng.sample(machine.files, min(3, len(machine.files))):
-            rng.choice([truncate, flip, older])(path, path)
-    assert found > 0
-
-
-def test_a_page_that_is_saved_again_while_its_bad_self_is_written_is_the_good_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A faulty row's page is on its way to the disk, is dropped, and comes again from a row that is right."""
-    codec = PageCodec(FakeRunner(fake_memory(page_size=PAGE)).page_formats, b"")
-    store = DiskStore(tmp_path, 10**6)
-    writing, go_on = threading.Event(), threading.Event()
-
-    def write_slowly(path: Path, parts: Sequence[bytes]) -> None:
-        if path.suffix == ".tmp":
-            writing.set()
-            go_on.wait()
-        write(path, parts)
-
-    write = disk_store._write_synced
-    monkeypatch.setattr(disk_store, "_write_synced", write_slowly)
-    tier = DiskTier(store, codec, clock=lambda: 0.0, step_s=NEVER_S)
-    name = PageName(b"k" * 32, b"p" * 32, 0)
-    size = codec.formats[0].page_bytes
-    tier.save(name, bytes(size))
-    writing.wait()
-    tier.remove([name.key])
-    tier.save(name, b"\1" * size)
-    go_on.set()
-    tier.close()
-    data = store.read(name.file)
-    assert data is not None
-    assert codec.decode(name, data) == b"\1" * size
-    assert tier.stats.pages["saved"] == 1

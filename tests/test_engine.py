@@ -2,22 +2,16 @@
 
 import logging
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
-import text_tokenizers
-from msgspec.structs import replace
-from scheduling import VOCAB, Tape, make_config, make_tenant, submission
+from scheduling import VOCAB, Tape, fake_factory, make_config, make_tenant, submission
 
 from mlxd.batching.errors import ModelError
 from mlxd.batching.fake_runner import FakeRunner, fake_completion, fake_memory
 from mlxd.batching.runner import Progress, Runner
-from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler.config import Config, ModelConfig
+from mlxd.scheduler.config import Config
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
@@ -231,10 +225,6 @@ def test_an_error_in_the_event_callback_ends_the_engine(caplog: pytest.LogCaptur
     assert engine.snapshot.error == "ValueError: no room"
 
 
-def fake_factory(config: Config, progress: Progress) -> Runner:
-    return FakeRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB)
-
-
 @pytest.mark.parametrize(
     ("raised", "told", "message"),
     [
@@ -370,81 +360,3 @@ def test_steps_tell_how_long_joining_and_leaving_took(make: MakeHarness) -> None
     for step in harness.tape.steps:
         assert (step.join_s > 0) == (step.joined > 0)
         assert (step.leave_s > 0) == (step.left > 0)
-
-
-def test_generate_completes_token_prompts_in_order_beyond_the_queue_limit() -> None:
-    config = make_config(make_tenant("acme", max_waiting=3), max_rows=2)
-    prompts = [(number, number + 1) for number in range(10)]
-    with Engine(config, runner_factory=fake_factory) as engine:
-        completions = engine.generate(prompts, SamplingParams(max_tokens=5, seed=3))
-        again = engine.generate(prompts[:1], SamplingParams(max_tokens=5, seed=3))
-    assert [list(c.token_ids) for c in completions] == [fake_completion(p, 3, 5, VOCAB) for p in prompts]
-    assert again == completions[:1]
-    assert {c.finish_reason for c in completions} == {"length"}
-    assert completions[0].usage.completion_tokens == 5
-
-
-def test_generate_tells_how_much_of_a_prompt_was_cached() -> None:
-    with Engine(make_config(), runner_factory=fake_factory) as engine:
-        usages = [engine.generate([range(40)], SamplingParams(max_tokens=5))[0].usage for _ in range(2)]
-    assert [usage.cached_tokens for usage in usages] == [0, 32]
-
-
-def test_generate_ends_a_text_before_its_stop_string(tmp_path: Path) -> None:
-    tokenizer = text_tokenizers.byte_level()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    size = tokenizer.get_vocab_size()
-    sampling = SamplingParams(max_tokens=40, seed=1)
-    config = replace(make_config(), model=ModelConfig(path=str(tmp_path)))
-    with Engine(config, runner_factory=lambda c, p: FakeRunner(fake_memory(), vocab_size=size)) as engine:
-        [whole] = engine.generate(["the end is not"], sampling)
-        assert whole.text == tokenizer.decode(list(whole.token_ids))
-        assert whole.usage.prompt_tokens == len(tokenizer.encode("the end is not").ids)
-        stop = whole.text[20:23]
-        [cut] = engine.generate(["the end is not"], replace(sampling, stop=(stop,)))
-    assert cut.text == whole.text[: whole.text.index(stop)]
-    assert cut.finish_reason == "stop"
-    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
-    assert cut.usage.completion_tokens == len(cut.token_ids) < 40
-
-
-@pytest.mark.parametrize(
-    ("prompts", "error"), [([(1,), (1,) * 300], RejectedError), ([(1,), ()], InvalidPromptError)]
-)
-def test_generate_raises_for_a_prompt_that_cannot_be_served_and_goes_on_afterwards(
-    prompts: list[tuple[int, ...]], error: type[MlxdError]
-) -> None:
-    with Engine(make_config(), runner_factory=fake_factory) as engine:
-        with pytest.raises(error):
-            engine.generate(prompts, SamplingParams(max_tokens=5, seed=3))
-        [completion] = engine.generate([(1,)], SamplingParams(max_tokens=5, seed=3))
-    assert list(completion.token_ids) == fake_completion((1,), 3, 5, VOCAB)
-
-
-def test_generate_raises_when_the_engine_fails(caplog: pytest.LogCaptureFixture) -> None:
-    def failing(config: Config, progress: Progress) -> Runner:
-        return FakeRunner(fake_memory(), fail_at_step=2)
-
-    with caplog.at_level(logging.CRITICAL), Engine(make_config(), runner_factory=failing) as engine:
-        with pytest.raises(EngineFailedError, match="fails as asked"):
-            engine.generate([(1, 2)])
-        with pytest.raises(EngineFailedError):
-            engine.generate([(1, 2)])
-
-
-def test_importing_a_client_imports_neither_the_engine_nor_mlx() -> None:
-    code = (
-        "import sys; from mlxd.scheduler import Client, SamplingParams, errors;"
-        "print([m for m in ('mlx', 'mlx.core', 'mlxd.scheduler.engine') if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"
-
-
-def test_the_package_offers_its_names_and_no_others() -> None:
-    import mlxd.scheduler as package
-
-    assert package.Engine is Engine
-    assert package.Config is Config
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        _ = package.Nothing

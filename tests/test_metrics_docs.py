@@ -3,6 +3,9 @@
 import json
 import plistlib
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +18,13 @@ from mlxd.metrics.instruments import Histogram
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.metrics.stats import DiskStats, EngineSnapshot, RequestStats, StepStats, TenantGauges
 from mlxd.metrics.tally import MAX_OPEN_LABELS, MAX_TENANT_LABELS
+from mlxd.scheduler import door, journal, server
+from mlxd.scheduler.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 DOCS = (ROOT / "docs" / "metrics.md").read_text()
+KILL_AFTER_S = 60
 COMMAND = ["/opt/mlxd/.venv/bin/mlxd", "serve", "/etc/mlxd/mlxd.yaml"]
 
 SAMPLE_NAMES = {
@@ -142,12 +148,33 @@ def test_systemd_and_launchd_start_the_same_command_and_wait_for_the_drain() -> 
     assert unit["ExecStart"].split() == job["ProgramArguments"] == COMMAND
     assert (unit["KillSignal"], unit["Restart"]) == ("SIGTERM", "on-failure")
     assert job["KeepAlive"] == {"SuccessfulExit": False}
-    drain_timeout_s = 30
-    assert min(int(unit["TimeoutStopSec"]), job["ExitTimeOut"]) > drain_timeout_s
+    assert int(unit["TimeoutStopSec"]) == job["ExitTimeOut"] == KILL_AFTER_S
+
+
+def test_a_drain_is_over_before_a_supervisor_kills() -> None:
+    writing_s = server.WRITE_TIMEOUT_S + journal.CLOSE_TIMEOUT_S
+    after_drain_s = server.STOP_TIMEOUT_S + writing_s + door.LINGER_MS / 1000
+    assert ServerConfig().drain_timeout_s + after_drain_s < KILL_AFTER_S
+
+
+def test_what_outlives_the_service_is_its_own() -> None:
+    unit = (DEPLOY / "mlxd.service").read_text()
+    assert "StateDirectoryMode=0700" in unit
+    assert "CacheDirectoryMode=0700" in unit
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="checks what systemd would say")
+def test_systemd_finds_no_fault_with_the_unit(tmp_path: Path) -> None:
+    unit = (DEPLOY / "mlxd.service").read_text().replace(COMMAND[0], sys.executable)
+    path = tmp_path / "mlxd.service"
+    path.write_text(unit)
+    run = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
+    assert [line for line in run.stderr.splitlines() if "mlxd" in line] == []
 
 
 def test_the_image_holds_every_package_and_drains_on_stop() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
+    assert f"--stop-timeout {KILL_AFTER_S} " in dockerfile
     copied = re.findall(r"^COPY (\w+) \1$", dockerfile, re.MULTILINE)
     assert sorted(copied) == ["batching", "caches", "metrics", "scheduler"]
     assert "STOPSIGNAL SIGTERM" in dockerfile

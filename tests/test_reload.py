@@ -144,7 +144,7 @@ def test_a_token_is_replaced_without_a_gap(tmp_path: Path) -> None:
             assert after.ask("hello", v=1, token="fresh")["tenant"] == "beta"
             assert before.ask("ping")["type"] == "pong"
             reply = it.reload(*it.all_but("beta"), it.tenant("beta", token_sha256=new))
-            assert reply["changes"] == ["beta: token_sha256 replaced"]
+            assert reply["changes"] == ["beta: token_sha256 removed"]
             assert_closed(before)
             assert after.ask("ping")["type"] == "pong"
 
@@ -161,7 +161,7 @@ def test_a_key_is_replaced_without_a_gap(tmp_path: Path) -> None:
         with key_peer(it, new) as after:
             assert after.ask("hello", v=1)["tenant"] == "beta"
             reply = it.reload(*it.all_but("beta"), it.tenant("beta", public_key=new.public))
-            assert reply["changes"] == ["beta: public_key replaced"]
+            assert reply["changes"] == ["beta: public_key removed"]
             assert before.until_terminal("r")[-1]["code"] == "revoked"
             assert before.receive()["code"] == "revoked"
             assert after.ask("ping")["type"] == "pong"
@@ -296,6 +296,27 @@ def test_changes_are_one_line_a_tenant() -> None:
         "d: added",
     ]
     assert not list(tenant_changes(old, old[::-1]))
+
+
+A, B, C = (KeyPair.make().public for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (None, A, ["a: public_key added"]),
+        (A, (A, B), ["a: public_key added"]),
+        ((A, B), B, ["a: public_key removed"]),
+        (A, None, ["a: public_key removed"]),
+        (A, B, ["a: public_key replaced"]),
+        ((A, B), (B, C), ["a: public_key replaced"]),
+        (A, (A,), []),
+        ((A, B), (B, A), []),
+    ],
+)
+def test_what_became_of_credentials_is_told_without_them(before: Any, after: Any, told: list[str]) -> None:
+    old, new = (make_tenant("a", public_key=keys) for keys in (before, after))
+    assert list(tenant_changes((old,), (new,))) == told
 
 
 def test_requests_of_a_tenant_that_is_gone_leave_nothing_behind() -> None:

@@ -3,41 +3,27 @@
 import asyncio
 import random
 import re
-import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
 import urllib.request
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_daemon import TENANTS, TERMINAL, Daemon, config, daemon, runner, token, tokenizer, wait_until
+from wire_daemon import TERMINAL, daemon, free_port, runner, token, tokenizer, wait_until
 
 from mlxd.batching.fake_runner import fake_completion
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.batching.text import Tokenizer
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
 from mlxd.scheduler.errors import (
-    ClientTimeoutError,
     ConfigError,
     ConnectionLostError,
-    EngineFailedError,
     InvalidParamError,
-    MlxdError,
-    ModelError,
     ProtocolError,
-    RejectedError,
-    RequestFailedError,
     UnauthenticatedError,
 )
-from mlxd.scheduler.server import Server
 
 TOKENIZER = tokenizer()
 
@@ -200,29 +186,6 @@ def test_a_wrong_token_is_an_error_of_its_own(tmp_path: Path) -> None:
         client.ping()
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 0.1])
-def test_a_socket_that_is_not_there_is_told_at_once_or_when_the_wait_is_over(
-    tmp_path: Path, wait_s: float
-) -> None:
-    endpoint, begun = f"ipc://{tmp_path}/nobody", time.monotonic()
-    with (
-        Client(endpoint, token="t", timeout_s=60, wait_s=wait_s) as client,
-        pytest.raises(ClientTimeoutError, match=f"no daemon at {endpoint}: there is no such socket"),
-    ):
-        client.ping()
-    assert wait_s <= time.monotonic() - begun < 5
-
-
-def test_a_socket_where_nobody_answers_is_a_timeout_that_names_the_endpoint(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/nobody"
-    (tmp_path / "nobody").touch()
-    with (
-        Client(endpoint, token="t", timeout_s=0.2) as client,
-        pytest.raises(ClientTimeoutError, match=f"no answer from {endpoint} within 0.2 s"),
-    ):
-        client.ping()
-
-
 def test_sampling_out_of_range_is_told_without_a_daemon(tmp_path: Path) -> None:
     with (
         Client(f"ipc://{tmp_path}/nobody", token="t") as client,
@@ -236,257 +199,11 @@ def test_an_endpoint_that_is_none_is_named() -> None:
         client.ping()
 
 
-def test_a_client_waits_for_a_daemon_that_comes_later_and_one_that_comes_back(tmp_path: Path) -> None:
-    settings = config(tmp_path)
-    with Client(settings.server.submit, token=token("acme"), timeout_s=1) as client:
-        with daemon(tmp_path):
-            assert client.ping() == "running"
-        with pytest.raises(MlxdError) as raised:
-            wait_until(lambda: client.ping() == "")
-        assert raised.value.code in ("connection_lost", "timeout")
-        with daemon(tmp_path):
-            assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
-
-
-def test_while_the_model_loads_the_daemon_answers_and_admits_nobody(tmp_path: Path) -> None:
-    starting = Daemon(config(tmp_path), runner())
-    starting.loading.clear()
-    with starting as served, served.client() as client:
-        assert client.ping() == "starting"
-        assert client.status().state == "starting"
-        with served.client(wait_s=0.0) as hasty, pytest.raises(RejectedError) as raised:
-            hasty.generate("hi")
-        assert (raised.value.reason, raised.value.retryable) == ("loading", True)
-        served.loading.set()
-        served.wait_ready()
-        assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
-    assert served.exit_code == 0
-
-
-def test_a_client_that_may_wait_is_served_by_a_daemon_that_loads(tmp_path: Path) -> None:
-    starting = Daemon(config(tmp_path), runner())
-    starting.loading.clear()
-    done_loading = threading.Timer(0.3, starting.loading.set)
-    with starting as served, served.client(wait_s=10.0) as client:
-        assert client.ping() == "starting"
-        done_loading.start()
-        assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
-    done_loading.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_a_client_that_may_wait_is_served_over_tcp_by_a_daemon_that_comes_later(tmp_path: Path) -> None:
-    addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("submit", "control")}
-    sampling = SamplingParams(max_tokens=3)
-    with (
-        Client(addresses["submit"], token=token("acme"), timeout_s=0.5, wait_s=10.0) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        answer = pool.submit(client.generate, "hi", sampling)
-        time.sleep(1.0)
-        assert not answer.done(), "it waits longer than its timeout"
-        with daemon(tmp_path, **addresses):
-            assert answer.result(10.0).usage.completion_tokens == 3
-
-
-def test_the_daemon_is_starting_until_its_tokenizer_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loading = threading.Event()
-
-    def load(model: str) -> Tokenizer:
-        assert loading.wait(5.0)
-        return TOKENIZER
-
-    monkeypatch.setattr("mlxd.scheduler.server._load_tokenizer", load)
-    starting = Daemon(config(tmp_path), runner())
-    starting.server._tokenizer = None
-    with starting as served, served.client() as client:
-        wait_until(lambda: served.engine.snapshot.state == "running")
-        assert (client.ping(), client.status().state) == ("starting", "starting")
-        with served.client(wait_s=0.0) as hasty, pytest.raises(RejectedError, match="loading"):
-            hasty.generate("hi")
-        loading.set()
-        served.wait_ready()
-        assert client.status().state == "running"
-
-
-def test_a_drain_finishes_what_runs_and_admits_nothing(tmp_path: Path) -> None:
-    with daemon(tmp_path, runner=runner(0.005)) as served, served.client("admin") as client:
-        stream = client.stream("hi", SamplingParams(max_tokens=100))
-        chunks = [next(stream)]
-        client.drain()
-        with pytest.raises(RejectedError) as raised:
-            client.generate("too late")
-        chunks += stream
-        served.join()
-    assert raised.value.reason == "draining"
-    assert (chunks[-1].finish_reason, sum(len(chunk.token_ids) for chunk in chunks)) == ("length", 100)
-    assert served.exit_code == 0
-
-
-def test_a_drain_that_takes_too_long_ends_requests_with_an_error(tmp_path: Path) -> None:
-    with (
-        daemon(tmp_path, runner=runner(0.005), drain_timeout_s=0.2) as served,
-        served.client("admin") as client,
-    ):
-        stream = client.stream("hi", SamplingParams(max_tokens=4000))
-        next(stream)
-        client.drain()
-        with pytest.raises(RequestFailedError) as raised:
-            list(stream)
-        served.join()
-    assert raised.value.code == "draining"
-    assert served.exit_code == 0
-
-
-def test_a_second_drain_does_not_wait(tmp_path: Path) -> None:
-    with (
-        daemon(tmp_path, runner=runner(0.005), drain_timeout_s=60.0) as served,
-        served.client("admin") as client,
-    ):
-        stream = client.stream("hi", SamplingParams(max_tokens=4000))
-        next(stream)
-        client.drain()
-        client.drain()
-        with pytest.raises(MlxdError):
-            list(stream)
-        served.join(5.0)
-
-
-def test_a_failed_step_ends_every_request_and_the_daemon(tmp_path: Path) -> None:
-    with daemon(tmp_path, runner=runner(0.002, fail_at_step=30)) as served:
-        with served.submit() as peer:
-            for number in range(5):
-                peer.send("generate", id=str(number), prompt="hi", sampling={"max_tokens": 100})
-            ends = [peer.until_terminal(str(number))[-1] for number in range(1)]
-            while len(ends) < 5:
-                if (message := peer.receive())["type"] in TERMINAL:
-                    ends.append(message)
-        served.join()
-    assert {(m["type"], m["code"]) for m in ends} == {("error", "engine_failed")}
-    assert len({m["id"] for m in ends}) == 5
-    assert served.exit_code == 1
-
-
-def test_an_engine_that_hangs_is_left_behind_and_clients_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlxd.scheduler.server.STOP_TIMEOUT_S", 0.1)
-    with (
-        daemon(tmp_path, runner=runner(hang_at_step=3), drain_timeout_s=0.1) as served,
-        served.client("admin") as client,
-    ):
-        stream = client.stream("hi", SamplingParams(max_tokens=100))
-        next(stream)
-        client.drain()
-        with pytest.raises(EngineFailedError, match="does not answer"):
-            list(stream)
-        served.join()
-        served.runner.resume.set()
-    assert served.exit_code == 1
-
-
-SERVE = """
-import asyncio, sys
-from pathlib import Path
-from wire_daemon import Daemon, config, runner
-sys.exit(asyncio.run(Daemon(config(Path(sys.argv[1])), runner(0.005)).server.serve()))
-"""
-
-
-def test_sigterm_drains(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parent)
-    with subprocess.Popen([sys.executable, "-c", SERVE, str(tmp_path)], cwd=tests) as process:
-        with Client(f"ipc://{tmp_path}/s", token=token("acme"), timeout_s=20, wait_s=20) as client:
-            wait_until(lambda: client.ping() == "running", 20)
-            stream = client.stream("hi", SamplingParams(max_tokens=100))
-            chunks = [next(stream)]
-            process.send_signal(signal.SIGTERM)
-            chunks += stream
-        assert sum(len(chunk.token_ids) for chunk in chunks) == 100
-        assert process.wait(10) == 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_clients_raise_what_ended_the_engine(tmp_path: Path) -> None:
-    with (
-        daemon(tmp_path, runner=runner(0.002, fail_at_step=30)) as served,
-        served.client() as client,
-        pytest.raises(EngineFailedError),
-    ):
-        client.generate("hi", SamplingParams(max_tokens=100))
-
-
-def serve(settings: Any, **options: Any) -> int:
-    return asyncio.run(Server(settings, tokenizer=TOKENIZER, **options).serve(handle_signals=False))
-
-
-def test_a_model_that_cannot_be_served_is_the_error_of_serve(tmp_path: Path) -> None:
-    class Broken(Daemon):
-        def _load(self, config: object, progress: object) -> Any:
-            raise ModelError("config.json is missing")
-
-    broken = Broken(config(tmp_path), runner())
-    with pytest.raises(ModelError, match=r"config\.json is missing"):
-        asyncio.run(broken.server.serve(handle_signals=False))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"submit": "tcp://0.0.0.0:5555"}, "beyond loopback there are only"),
-        ({"control": "tcp://192.168.1.1:5555"}, "beyond loopback there are only"),
-        ({"metrics": "127.0.0.1:99999"}, "metrics"),
-        ({"control": "ipc:///nowhere/at/all"}, "/nowhere/at does not exist"),
-    ],
-)
-def test_addresses_that_cannot_be_used_stop_the_start(
-    tmp_path: Path, settings: dict[str, str], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        serve(config(tmp_path, **settings))
-    assert not list(tmp_path.iterdir()), "something was left behind"
-
-
-def test_a_second_daemon_at_the_same_place_is_refused(tmp_path: Path) -> None:
-    with daemon(tmp_path) as served:
-        with pytest.raises(ConfigError, match="another daemon is listening there"):
-            serve(config(tmp_path))
-        with served.client() as client:
-            assert client.ping() == "running"
-
-
 def test_loopback_tcp_serves_the_same(tmp_path: Path) -> None:
     addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("submit", "control")}
     with daemon(tmp_path, **addresses) as served, served.client() as client:
         assert client.generate("hi", SamplingParams(max_tokens=3)).usage.completion_tokens == 3
         assert client.ping() == "running"
-
-
-def test_status_shows_a_tenant_itself_and_an_operator_everyone(tmp_path: Path) -> None:
-    with daemon(tmp_path, runner=runner(0.005)) as served, served.submit("beta") as peer:
-        peer.send("generate", id="a", prompt="hi", sampling={"max_tokens": 2000})
-        wait_until(lambda: served.engine.snapshot.running == 1)
-        with served.client("acme") as client:
-            mine = client.status()
-        with served.client("admin") as client:
-            everyone = client.status()
-        peer.send("cancel", id="a")
-    assert (list(mine.tenants), mine.running) == (["acme"], 0)
-    assert (sorted(everyone.tenants), everyone.running) == (sorted(TENANTS), 1)
-    assert everyone.tenants["beta"].running == 1
-    assert everyone.model == "fake"
-    assert mine.engine is None
-    assert everyone.engine is not None
-    assert everyone.engine.kv_reserved_bytes > 0
-    assert everyone.engine.last_step_age_s is not None
 
 
 def test_the_log_says_what_is_served_and_how_it_ended(
@@ -498,14 +215,6 @@ def test_the_log_says_what_is_served_and_how_it_ended(
     ready = f"ready model=fake device=none tenants=3 submit={server.submit} control={server.control} metrics="
     assert re.fullmatch(re.escape(ready) + r"http://127\.0\.0\.1:[1-9]\d*/metrics", told[0])
     assert (told[1].split()[0], told[2:]) == ("draining", ["ended exit_code=0"])
-
-
-def test_a_tenants_tokens_and_the_uptime_are_in_the_status(tmp_path: Path) -> None:
-    with daemon(tmp_path) as served, served.client("acme") as client:
-        client.generate("hi", SamplingParams(max_tokens=5, ignore_eos=True))
-        status = client.status()
-    assert status.tenants["acme"].generated_tokens == 5
-    assert status.uptime_s > 0
 
 
 def test_metrics_and_health_are_served_beside(tmp_path: Path) -> None:

@@ -6,75 +6,21 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import zmq
-import zmq.asyncio
+from watched_door import LIMIT, Watched, with_door
 from wire_daemon import Peer
 
-from mlxd.metrics.recorder import NullRecorder
 from mlxd.scheduler import door as door_module
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.config import ServerConfig, TenantConfig
-from mlxd.scheduler.door import Door
-from mlxd.scheduler.errors import ConfigError
+from mlxd.scheduler.config import TenantConfig
 from mlxd.scheduler.events import Usage
-from mlxd.scheduler.session import BAD_FRAME_BURST, DEAF_S, MAX_LOGIN_DELAY_S, Patience, Session
+from mlxd.scheduler.session import Session
 
-LIMIT = 4096
 ACME = TenantConfig(name="acme", token_sha256="0" * 64)
-
-
-class Watched:
-    """A door and what it reported."""
-
-    def __init__(self, folder: Path, context: zmq.asyncio.Context) -> None:
-        self.context = context
-        self.address = f"ipc://{folder}/door"
-        self.slow: list[Session] = []
-        self.gone: list[Session] = []
-        self.room: list[Session] = []
-        self.door = self.open()
-
-    def open(self) -> Door:
-        config = ServerConfig(max_client_buffer_bytes=LIMIT, max_clients=4)
-        return Door(
-            self.context,
-            self.address,
-            config,
-            NullRecorder(),
-            on_gone=self.gone.append,
-            on_slow=self.slow.append,
-            on_room=self.room.append,
-        )
-
-    async def claimed(self, claim: Callable[[], Peer]) -> Session:
-        """Whom a claimed routing id gets us; libzmq ignores who claims one before it has let go of it."""
-        while True:
-            with suppress(TimeoutError), claim() as heir:
-                heir.raw(b"hello")
-                async with asyncio.timeout(0.1):
-                    return (await self.door.receive())[0]
-
-    async def arrived(self, peer: Peer) -> Session:
-        peer.raw(b"hello")
-        session, frames = await self.door.receive()
-        assert frames == [b"hello"]
-        return session
-
-
-def with_door(folder: Path, scenario: Callable[[Watched], Awaitable[None]]) -> None:
-    async def run() -> None:
-        with zmq.asyncio.Context() as context:
-            watched = Watched(folder, context)
-            async with asyncio.timeout(5.0):
-                await scenario(watched)
-            watched.door.close()
-
-    asyncio.run(run())
 
 
 def done(number: int, size: int = 1000) -> wire.Done:
@@ -351,62 +297,3 @@ def connection_at(fd: int) -> Iterator[socket.socket]:
             yield other_end
         finally:
             os.close(fd)
-
-
-def test_a_live_daemons_socket_is_not_taken_and_a_dead_ones_is(tmp_path: Path) -> None:
-    async def scenario(watched: Watched) -> None:
-        with pytest.raises(ConfigError, match=r"door: another daemon is listening there"):
-            watched.open()
-        with Peer(watched.address) as peer:
-            await watched.arrived(peer)
-
-    with_door(tmp_path, scenario)
-    assert not (tmp_path / "door").exists()
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "door"))
-    with_door(tmp_path, lambda watched: asyncio.sleep(0))
-
-
-def test_a_closing_door_leaves_the_socket_of_the_daemon_after_it(tmp_path: Path) -> None:
-    async def scenario(watched: Watched) -> None:
-        (tmp_path / "door").unlink()
-        after = watched.open()
-        watched.door.close()
-        watched.door = after
-        await asyncio.sleep(0.05)
-        assert (tmp_path / "door").is_socket()
-        with Peer(watched.address) as peer:
-            await watched.arrived(peer)
-
-    with_door(tmp_path, scenario)
-    assert not (tmp_path / "door").exists()
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda path: path.write_text("mine"), "not a socket"),
-        (lambda path: path.parent.rmdir(), "the folder .* does not exist"),
-    ],
-)
-def test_other_things_in_the_way_are_named(tmp_path: Path, make: Callable[[Path], None], words: str) -> None:
-    folder = tmp_path / "sub"
-    folder.mkdir()
-    make(folder / "door")
-    with pytest.raises(ConfigError, match=words):
-        with_door(folder, lambda watched: asyncio.sleep(0))
-
-
-def test_patience_ends_after_a_burst_and_comes_back_with_time() -> None:
-    patience = Patience()
-    answered = [patience.take_bad_frame(100.0) for _ in range(BAD_FRAME_BURST + 1)]
-    assert answered == [True] * BAD_FRAME_BURST + [False]
-    assert patience.deaf_until == 100.0 + DEAF_S
-    assert patience.take_bad_frame(102.0)
-
-
-def test_delays_of_wrong_credentials_double_up_to_a_limit() -> None:
-    patience = Patience()
-    delays = [patience.take_failed_login(0.0) for _ in range(20)]
-    assert delays[:3] == [0.1, 0.2, 0.4]
-    assert delays[-1] == MAX_LOGIN_DELAY_S

@@ -8,7 +8,7 @@ import pytest
 from mlxd.batching.plan import DecodeEntry, StepPlan
 from mlxd.batching.row import Row
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler import cli
+from mlxd.scheduler import cli, simulation
 from mlxd.scheduler.cost_model import CostModel
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.simulation import Simulation
@@ -66,6 +66,14 @@ def load(old: str = "", new: str = "") -> str:
         (load("per_s: 5", "per_s: 5, max_tokens: 2"), "max_tokens is 2; output_tokens go to 5"),
         (load("per_s: 5", "per_s: 0"), "load[0].per_s is 0; it must be a number > 0"),
         (load("until_s: 4", "until_s: 80000").replace("per_s: 5", "per_s: 90"), "the limit is 1000000"),
+        (
+            load("per_s: 5", "per_s: 50").replace("[1, 9]", "[1000000, 1048576]"),
+            "load[0].per_s makes about 204858200 tokens; the limit is 100000000",
+        ),
+        (
+            load("per_s: 5", "per_s: 5, burst: 1000000").replace("[1, 9]", "[200, 200]"),
+            "load[0].per_s makes about 203000000 tokens; the limit is 100000000",
+        ),
         (TENANTS, "load is empty and there is no replay"),
         ("version: 1\ntenants: [{name: a}, {name: a}]\n", "tenants[1].name is 'a'; tenants[0] has that"),
         (f"{TENANTS}lode: []", "lode is not a setting; did you mean load?"),
@@ -98,6 +106,10 @@ def test_a_wrong_trace_is_told_in_one_line(
             "2: ContextTokens is 1048577, with length_scale 1048577;",
         ),
         (
+            HEADER + "2023-11-16 18:15:46,1000000,2\n" * 101,
+            "101: with this row there are 100000200 tokens; the limit is 100000000; a smaller",
+        ),
+        (
             f"{HEADER}2023-11-16 18:15:46,1,2\n2023-11-16 18:15:46+01:00,1,2\n",
             "3: TIMESTAMP 2023-11-16 18:15:46+01:00 is before that of the first row",
         ),
@@ -124,6 +136,19 @@ def test_a_recording_is_scaled_and_bursty_tenants_send_all_of_a_span_at_once(tmp
     assert times["b"] <= {0.0, 30.0, 60.0, 90.0}
     assert times["a"] - {0.0, 30.0, 60.0, 90.0}
     assert max(times["a"] | times["b"]) <= 98.0
+
+
+def test_however_long_a_simulation_is_its_samples_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = Trace.load_file(write(tmp_path, f"{TENANTS}load: [{LOAD.replace('until_s: 4', 'until_s: 60')}]"))
+    whole = Simulation(trace, trace.arrivals(tmp_path)).run()
+    monkeypatch.setattr(simulation, "MAX_SAMPLES", 20)
+    thinned = Simulation(trace, trace.arrivals(tmp_path)).run()
+    assert len(whole.samples) > 50
+    assert 5 <= len(thinned.samples) <= 12
+    assert thinned.samples[0] == whole.samples[0]
+    assert thinned.samples[-1] == whole.samples[-1]
 
 
 def test_simulate_prints_each_tenant_under_each_policy_and_draws(

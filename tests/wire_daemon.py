@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -203,3 +204,9 @@ def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

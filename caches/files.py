@@ -1,0 +1,49 @@
+"""Files that somebody names: read within a bound, and never waited for."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_file(path: str | Path, max_bytes: int) -> BinaryIO:
+    """A regular file, open for reading.
+
+    Raises:
+        OSError: it cannot be opened, is a folder, a pipe or a device, or has more than `max_bytes` bytes;
+            `strerror` says which.
+    """
+    try:
+        # Without O_NONBLOCK a pipe that nobody writes to would be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a null byte
+        raise OSError(errno.EINVAL, str(error)) from None
+    try:
+        _check(os.fstat(descriptor), max_bytes)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check(status: os.stat_result, max_bytes: int) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
+    if status.st_size > max_bytes:
+        raise _too_large(max_bytes)
+
+
+def _too_large(max_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {max_bytes} bytes, the limit")
+
+
+def read_file(path: str | Path, max_bytes: int) -> bytes:
+    """All of a regular file. Raises OSError as `open_file` does."""
+    with open_file(path, max_bytes) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:  # it grew
+        raise _too_large(max_bytes)
+    return content
