@@ -220,19 +220,18 @@ def _block_s(side: "Side", steps: int) -> list[float]:
 
 def _print_table(lines: Sequence[Line]) -> None:
     """A row for each case."""
-    table = Table(
-        "model", "rows", "context", "mlxd, tokens/s", "mlx-lm, tokens/s", "ratio", "floor, ms", "mlxd, ms"
-    )
+    title = "tokens a second; milliseconds of our step, and its floor"
+    names = "model", "rows", "context", "mlxd", "mlx-lm", "ratio", "ms", "floor"
+    table = Table(*names, title=title, show_edge=False)
     sides: dict[str, Line] = {}
     for line in lines:
         if line["kind"] == "steady":
             sides[line["side"]] = line
         elif line["kind"] == "ratio":
             ours, theirs = sides["mlxd"], sides["mlx-lm"]
-            context = f"{line['context']} {line['lengths']}"
+            case = line["model"], line["rows"], f"{line['context']} {line['lengths']}"
             speeds = ours["tokens_per_s"], theirs["tokens_per_s"], line["mlxd_over_mlx_lm"]
-            values = (line["model"], line["rows"], context, *speeds, ours["floor_ms"], ours["ms_per_step"])
-            table.add_row(*map(str, values))
+            table.add_row(*map(str, (*case, *speeds, ours["ms_per_step"], ours["floor_ms"])))
     Console().print(table)
 
 
