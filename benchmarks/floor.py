@@ -1,7 +1,7 @@
 """The least that a decode step can take: what it must read, at the rate at which MLX reads."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -31,8 +31,9 @@ def read_rate() -> float:
 def _matrix_rate(matrix: mx.array) -> float:
     vector = mx.ones((_COLUMNS, 1), mx.float32)
     mx.eval(matrix, vector)
+    reads: tuple[Callable[[], mx.array], ...] = lambda: matrix.sum(), lambda: matrix @ vector
     times = []
-    for read in (matrix.sum, lambda: matrix @ vector):
+    for read in reads:
         for _ in range(_REPEATS):
             begun = time.perf_counter()
             mx.eval(read())
