@@ -110,15 +110,15 @@ async def cancel_later(visit: Visit, client: AsyncClient, request_id: str) -> No
         await client.cancel(request_id)
 
 
-async def pay_all(daemon: DaemonProcess, all_visits: Sequence[Visit]) -> list[Outcome]:
-    """The visits at their times, by two tenants in turn."""
+async def pay_all(daemon: DaemonProcess, all_visits: Sequence[Visit], name: str) -> list[Outcome]:
+    """The visits at their times, by two tenants in turn; `name`: no other ones of this daemon have it."""
     submit = daemon.config.server.submit
     async with (
         AsyncClient(submit, token=token("acme")) as acme,
         AsyncClient(submit, token=token("beta")) as beta,
     ):
         return await asyncio.gather(
-            *(pay(visit, (acme, beta)[n % 2], str(n)) for n, visit in enumerate(all_visits))
+            *(pay(visit, (acme, beta)[n % 2], f"{name}-{n}") for n, visit in enumerate(all_visits))
         )
 
 
@@ -184,7 +184,7 @@ def test_greedy_tokens_are_those_of_mlx_lm_alone(
 ) -> None:
     all_visits = visits(random.Random(seed))
     before = daemon.scrape()
-    outcomes = asyncio.run(pay_all(daemon, all_visits))
+    outcomes = asyncio.run(pay_all(daemon, all_visits, f"seed-{seed}"))
     wait_until(lambda: daemon.scrape().by("state", "mlxd_kv_bytes")["used"] == 0)
     found = partings(outcomes, [answers[visit.job] for visit in all_visits])
     report(outcomes, found)
@@ -208,7 +208,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened(model: Path, tmp_path: 
     ]
     config = process_config(tmp_path, model, scheduler={"overcommit": 2.0}, budget="18MiB", max_model_len=256)
     with daemon_process(tmp_path, config) as daemon:
-        outcomes = asyncio.run(pay_all(daemon, [Visit(job, 0.0, None) for job in jobs]))
+        outcomes = asyncio.run(pay_all(daemon, [Visit(job, 0.0, None) for job in jobs], "preempted"))
         num_preemptions = daemon.scrape().total("mlxd_preemptions_total")
     found = partings(outcomes, oracle(model, jobs))
     report(outcomes, found)
@@ -238,7 +238,8 @@ def test_the_command_line_answers(daemon: DaemonProcess) -> None:
         "stop",
         len(answer["token_ids"]),
     )
-    assert json.loads(both.stdout.splitlines()[1]) == {**answer, "index": 1}
+    again = json.loads(both.stdout.splitlines()[1])
+    assert again == {**answer, "index": 1, "id": again["id"]}
     assert "Rome" in json.loads(both.stdout.splitlines()[0])["text"]
 
 
