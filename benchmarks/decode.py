@@ -34,6 +34,8 @@ _WARM_STEPS = 2
 """Steps at a block's start that are not counted: an engine that is pipelined has none in flight there."""
 _COPIES = 3
 """Of the keys and values: ours, mlx-lm's, and those that mlx-lm makes of its own where rows join."""
+_WEIGHTS = 4
+"""Copies of the weights that there are at most: mlx-lm's, those joined for us, and float32 to compare with."""
 _MOST_OF_MEMORY = 0.9
 _SHORTEST = 2
 
@@ -122,7 +124,7 @@ def _steady(
     prompts = [max(_SHORTEST, length - grown // 2) for length in case.lengths]
     num_tokens = grown + 2 * _WARM_STEPS + case.rows  # rows of mlx-lm do not all join at one step
     weights = weights_bytes(bench.model)
-    needed = weights + _COPIES * live_bytes(layers, [max(prompts) + num_tokens] * case.rows)
+    needed = _WEIGHTS * weights + _COPIES * live_bytes(layers, [max(prompts) + num_tokens] * case.rows)
     if needed > (most := _MOST_OF_MEMORY * device_memory_bytes()):
         reason = f"needs {needed / 1e9:.0f} GB of memory, {most / 1e9:.0f} may be used"
         record({"kind": "skipped", **case.line, "reason": reason})
