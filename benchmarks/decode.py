@@ -35,7 +35,7 @@ _WARM_STEPS = 2
 _COPIES = 3
 """Of the keys and values: ours, mlx-lm's, and those that mlx-lm makes of its own where rows join."""
 _WEIGHTS = 4
-"""Copies of the weights that there are at most: mlx-lm's, those joined for us, and float32 to compare with."""
+"""Copies of the weights at most: mlx-lm's, those joined for us, and float32 ones to compare with."""
 _MOST_OF_MEMORY = 0.9
 _SHORTEST = 2
 
