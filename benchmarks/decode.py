@@ -34,6 +34,8 @@ _WARM_STEPS = 2
 """Steps at a block's start that are not counted: an engine that is pipelined has none in flight there."""
 _COPIES = 3
 """Of the keys and values: ours, mlx-lm's, and those that mlx-lm makes of its own where rows join."""
+_WEIGHTS = 4
+"""Copies of the weights at most: mlx-lm's, those joined for us, and float32 ones to compare with."""
 _MOST_OF_MEMORY = 0.9
 _SHORTEST = 2
 
@@ -122,7 +124,7 @@ def _steady(
     prompts = [max(_SHORTEST, length - grown // 2) for length in case.lengths]
     num_tokens = grown + 2 * _WARM_STEPS + case.rows  # rows of mlx-lm do not all join at one step
     weights = weights_bytes(bench.model)
-    needed = weights + _COPIES * live_bytes(layers, [max(prompts) + num_tokens] * case.rows)
+    needed = _WEIGHTS * weights + _COPIES * live_bytes(layers, [max(prompts) + num_tokens] * case.rows)
     if needed > (most := _MOST_OF_MEMORY * device_memory_bytes()):
         reason = f"needs {needed / 1e9:.0f} GB of memory, {most / 1e9:.0f} may be used"
         record({"kind": "skipped", **case.line, "reason": reason})
@@ -220,19 +222,18 @@ def _block_s(side: "Side", steps: int) -> list[float]:
 
 def _print_table(lines: Sequence[Line]) -> None:
     """A row for each case."""
-    table = Table(
-        "model", "rows", "context", "mlxd, tokens/s", "mlx-lm, tokens/s", "ratio", "floor, ms", "mlxd, ms"
-    )
+    title = "tokens a second; milliseconds of our step, and its floor"
+    names = "model", "rows", "context", "mlxd", "mlx-lm", "ratio", "ms", "floor"
+    table = Table(*names, title=title, show_edge=False)
     sides: dict[str, Line] = {}
     for line in lines:
         if line["kind"] == "steady":
             sides[line["side"]] = line
         elif line["kind"] == "ratio":
             ours, theirs = sides["mlxd"], sides["mlx-lm"]
-            context = f"{line['context']} {line['lengths']}"
+            case = line["model"], line["rows"], f"{line['context']} {line['lengths']}"
             speeds = ours["tokens_per_s"], theirs["tokens_per_s"], line["mlxd_over_mlx_lm"]
-            values = (line["model"], line["rows"], context, *speeds, ours["floor_ms"], ours["ms_per_step"])
-            table.add_row(*map(str, values))
+            table.add_row(*map(str, (*case, *speeds, ours["ms_per_step"], ours["floor_ms"])))
     Console().print(table)
 
 

@@ -1,7 +1,7 @@
 """The least that a decode step can take: what it must read, at the rate at which MLX reads."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ def on_cpu() -> bool:
 
 
 def read_rate() -> float:
-    """Bytes a second that MLX reads of one large matrix, at best: by a sum or by a product with a vector."""
+    """Bytes a second that MLX reads of one large matrix, at best: by a sum or by a product with one row."""
     size = (_ON_CPU_BYTES if on_cpu() else _ON_GPU_BYTES) // 4
     rate = _matrix_rate(mx.ones((size // _COLUMNS, _COLUMNS), mx.float32))
     mx.clear_cache()
@@ -29,10 +29,11 @@ def read_rate() -> float:
 
 
 def _matrix_rate(matrix: mx.array) -> float:
-    vector = mx.ones((_COLUMNS, 1), mx.float32)
-    mx.eval(matrix, vector)
+    row = mx.ones((1, _COLUMNS), mx.float32)
+    mx.eval(matrix, row)
+    reads: tuple[Callable[[], mx.array], ...] = lambda: matrix.sum(), lambda: row @ matrix.T
     times = []
-    for read in (matrix.sum, lambda: matrix @ vector):
+    for read in reads:
         for _ in range(_REPEATS):
             begun = time.perf_counter()
             mx.eval(read())

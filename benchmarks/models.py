@@ -1,5 +1,6 @@
 """Models for benchmarks: real ones, and known shapes with random weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -15,9 +16,9 @@ from mlxd.batching.memory import layers_of, main_dtype
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import open_model, resolve
 from mlxd.batching.runner import RunnerInfo, ignore_progress
-from mlxd.caches.kinds import group_specs
+from mlxd.caches.kinds import Layer, group_specs
 from mlxd.caches.quantization import Quantization
-from mlxd.caches.sizing import plan_memory
+from mlxd.caches.sizing import MemoryPlan, plan_memory
 
 _TUNING_S = 60.0
 _VARIANTS = ("kernel", "in_place", "gathered") if mx.cuda.is_available() else ("in_place", "gathered")
@@ -152,16 +153,11 @@ def make_runner(
     `join`: whether projections of one input become one product; the model of `bench` stays as it is.
     """
     layers = layers_of(bench.model, quantization)
-    parameters = cast(list[tuple[str, mx.array]], tree_flatten(bench.model.parameters()))
-    specs = group_specs(layers, page_size)
-    row_bytes = sum(spec.pages_for(max_model_len, chunk) * spec.page_bytes for spec in specs)
-    memory = plan_memory(
-        specs,
-        budget_bytes=max_rows * row_bytes,
-        weights_bytes=sum(array.nbytes for _, array in parameters),
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        chunk=chunk,
+    parameters = [
+        array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(bench.model.parameters()))
+    ]
+    memory = _plan(
+        layers, page_size, max_rows, max_model_len, chunk, sum(array.nbytes for array in parameters)
     )
     info = RunnerInfo(
         model=bench.name,
@@ -173,7 +169,7 @@ def make_runner(
         compiled=compile != "off",
     )
     model = bench.twin()
-    joined = join_projections(model, main_dtype(array for _, array in parameters)) if join else "nothing"
+    joined = join_projections(model, main_dtype(parameters)) if join else "nothing"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
@@ -186,3 +182,18 @@ def make_runner(
         runner.step.enabled = compile == "on"
     runner.describe(attention=attention, compile="on" if runner.step.enabled else "off", joined=joined)
     return runner
+
+
+def _plan(
+    layers: Sequence[Layer], page_size: int, max_rows: int, max_model_len: int, chunk: int, weights_bytes: int
+) -> MemoryPlan:
+    specs = group_specs(layers, page_size)
+    row_bytes = sum(spec.pages_for(max_model_len, chunk) * spec.page_bytes for spec in specs)
+    return plan_memory(
+        specs,
+        budget_bytes=max_rows * row_bytes,
+        weights_bytes=weights_bytes,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        chunk=chunk,
+    )

@@ -16,7 +16,8 @@ from mlxd.batching.driver import Driver
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.sampling_params import SamplingParams
 
-_MOST_ROWS = 3
+_SHORT = 512
+"""Tokens that a row beside the longest one has at most: a float32 prefill takes its time."""
 _TOP = 20
 _WITH_LOGPROBS = SamplingParams(temperature=0.0, top_logprobs=_TOP)
 _TIMES_THEIRS, _ALLOWED = 3.0, 1e-3
@@ -30,7 +31,7 @@ def check(bench: BenchModel, runner: MlxRunner, rows: int, context: int) -> Line
         SystemExit: ours are over three times mlx-lm's, so there is nothing to time.
     """
     rng = random.Random(7)
-    lengths = [context, context // 2 + 1, context // 3 + 1][: min(rows, _MOST_ROWS)]
+    lengths = [context, min(context // 2, _SHORT) + 1, min(context // 3, _SHORT // 2) + 1][:rows]
     prompts = [[rng.randrange(bench.vocab_size) for _ in range(length)] for length in lengths]
     ours = _our_logprobs(runner, prompts)
     theirs = _their_logprobs(bench.model, prompts)
