@@ -51,6 +51,8 @@ def of_step(runner: "MlxRunner", num_rows: int, widths: Sequence[int]) -> Counte
     """Of a greedy decode step of so many rows, whose page tables are so wide."""
     from mlxd.batching.tuning import GREEDY
 
+    # What pools still wait for, such as scrubbing, is no part of the step that is counted.
+    runner.trace(num_rows, widths, GREEDY)
     counts: Counter[str] = Counter()
     run = runner.step.run
 

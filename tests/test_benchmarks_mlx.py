@@ -11,11 +11,13 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from floor import live_bytes, weights_bytes
 from models import BenchModel, load, make_runner, random_model
+from operations import of_step
 from reference import check
 from sides import MlxLm, Scheduled
 from traffic import poisson, serve
 
 from mlxd.batching.attention import InPlace
+from mlxd.batching.driver import Driver
 from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 
@@ -90,6 +92,17 @@ def test_both_engines_serve_the_same_arrivals_to_their_end(bench: BenchModel, ru
     for side in (Scheduled(runner, 3, prefill_ms=50.0), MlxLm(bench, 3)):
         served = serve(side, arrivals, 3)
         assert [len(times) for times in served.tokens_at] == [each.num_tokens for each in arrivals]
+
+
+def test_scrubbing_that_pools_wait_for_is_no_part_of_a_step(runner: MlxRunner) -> None:
+    widths = [1 for _ in runner.info.memory.groups]
+    expected = of_step(runner, 2, widths)
+    driver = Driver(runner, runner.info.memory)
+    row = driver.join([1, 2, 3])
+    driver.prefill()
+    driver.leave(row)
+    driver.clean()
+    assert of_step(runner, 2, widths) == expected
 
 
 def test_packed_shapes_are_packed() -> None:
