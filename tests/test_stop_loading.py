@@ -3,9 +3,10 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,18 @@ WAIT_S = 10.0
 CONSTANTS_BYTES = 2_000
 """MLX keeps those of what it compiled; the tiny model and its pages are many times as much."""
 STAGES = ("load", "tune", "self-test", "trace")
+HANGING_LOAD = """
+import time
+from mlxd.batching import load
+
+def hang(folder, progress, *more, **named):
+    progress("load", 0.0)
+    time.sleep(600)
+
+load.load_model = hang
+from mlxd.scheduler.__main__ import main
+main()
+"""
 
 
 class Stopped(Exception):
@@ -113,12 +126,14 @@ def test_a_drain_while_the_model_loads_ends_the_daemon_well(tmp_path: Path) -> N
 
 
 @contextmanager
-def starting(config: Config, folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]", Callable[[], str]]]:
+def starting(
+    config: Config, folder: Path, serve: Sequence[str] = SERVE
+) -> Iterator[tuple["subprocess.Popen[bytes]", Callable[[], str]]]:
     """A daemon that is not ready yet, and what it wrote so far; killed on the way out."""
     path = folder / "daemon.log"
     with path.open("wb") as log:
         process = subprocess.Popen(
-            (*SERVE, write_config(folder, config)), stdout=log, stderr=subprocess.STDOUT
+            (*serve, write_config(folder, config)), stdout=log, stderr=subprocess.STDOUT
         )
     try:
         yield process, path.read_text
@@ -145,11 +160,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_and_says_so(
 
 
 def test_a_load_that_hangs_is_left_behind_at_the_second_signal(config: Config, tmp_path: Path) -> None:
-    hanging = tmp_path / "model"
-    hanging.mkdir()
-    os.mkfifo(hanging / "config.json")  # nobody ever writes into it
-    config = replace(config, model=replace(config.model, path=str(hanging)))
-    with starting(config, tmp_path) as (process, log):
+    with starting(config, tmp_path, (sys.executable, "-c", HANGING_LOAD, "serve")) as (process, log):
         wait_until(lambda: "mlxd: load " in log(), 60.0)
         process.terminate()
         wait_until(lambda: "draining" in log(), WAIT_S)
