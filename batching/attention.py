@@ -26,9 +26,13 @@ class Gathered:
     """Copies each row's pages out and leaves the rest to the model's own fused attention.
 
     Needs no seam, so it serves every model whose attention takes a boolean mask.
+
+    Attributes:
+        keeps_pools: whether the pools stay the same arrays through a step, which MLX then holds until it ran.
     """
 
     name = "gathered"
+    keeps_pools = False
 
     def fetch(self, keys: mx.array, values: mx.array, view: PagedView) -> tuple[mx.array, mx.array]:
         """Returns [B, n_kv_heads, T * page_size, head_dim] of each, a copy of all columns, valid or not."""
@@ -68,6 +72,7 @@ class InPlace:
     """
 
     name = "in_place"
+    keeps_pools = False
 
     def fetch(self, keys: mx.array, values: mx.array, view: PagedView) -> tuple[mx.array, mx.array]:
         return keys, values
@@ -127,14 +132,15 @@ class Kernel(InPlace):
     """Rotates and writes the new position and reads pages where they lie, by one CUDA kernel of our own.
 
     The pools stay the arrays they are: the kernel writes into its inputs. MLX holds what a step reads until
-    the step has run, so a pool that is replaced while the step before it still runs is copied whole. Layers
-    whose heads the kernel does not serve are written and read as by `InPlace`.
+    the step has run, so a pool that is replaced while one still runs would be copied whole (`keeps_pools`).
+    Layers whose heads the kernel does not serve are written and read as by `InPlace`.
 
     Attributes:
         cases: what the kernel was asked for so far.
     """
 
     name = "kernel"
+    keeps_pools = True
 
     def __init__(self, cases: set[KernelCase] | None = None, rotations: Rotations | None = None) -> None:
         self.cases: set[KernelCase] = set() if cases is None else cases

@@ -19,7 +19,6 @@ from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
 from mlxd.batching.prefill import cohorts, prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
-from mlxd.batching.sampler import SamplingShape
 from mlxd.batching.sampler_state import Draw
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.composite import Composite
@@ -31,16 +30,9 @@ from mlxd.caches.row_group import RowGroup, row_bucket, row_groups
 from mlxd.caches.sizing import MemoryPlan
 
 
-def _params_with(shape: SamplingShape) -> SamplingParams:
-    """Some parameters whose sampling graph has exactly these parts."""
-    return SamplingParams(
-        temperature=1.0 if shape.draw else 0.0,
-        top_k=2 if shape.top_k else 0,
-        top_p=0.5 if shape.top_p else 1.0,
-        presence_penalty=1.0 if shape.penalties else 0.0,
-        logit_bias=dict.fromkeys(range(shape.bias_width), 0.0),
-        top_logprobs=1 if shape.logprobs else None,
-    )
+def _writes_pools(plan: StepPlan) -> bool:
+    """Whether anything but decoding does."""
+    return bool(plan.prefill or plan.restored or any(plan.copies) or any(plan.scrub))
 
 
 class MlxRunner:
@@ -84,6 +76,7 @@ class MlxRunner:
         self._trace_bound_s = trace_bound_s
         self._trace_s = 0.0
         self._clock = StepClock(launch_blocks=mx.default_device() == mx.Device(mx.cpu))
+        self._launched: MlxStep | None = None
         install_seam(model)
         self.reset()
 
@@ -105,6 +98,7 @@ class MlxRunner:
                 reuse were given back first.
         """
         self._batch = Batch(self.info.vocab_size)
+        self._launched = None
         self.step.wanted.clear()
         with allocating():
             self._whole.reset()
@@ -148,16 +142,34 @@ class MlxRunner:
             IndexError: a row's position is outside its pages. Nothing was launched for it.
             OutOfMemoryError: part of it may have run; see `Runner.launch`.
         """
-        begun_at = time.perf_counter()
+        keeps_pools = self._keeps_pools
         with allocating():
+            if keeps_pools and _writes_pools(plan):
+                self._finish_launched()
+            begun_at = time.perf_counter()
             self._copy(plan.copies)
             self._scrub(plan.scrub)
             self._restore(plan.restored)
-            draw, compiled = self._decode(plan.decode) if plan.decode else (None, False)
-            decoded_at = time.perf_counter()
-            roots = self._prefill(plan.prefill)
-        launch = Launch(begun_at, decoded_at, time.perf_counter())
-        return MlxStep(self._clock, launch, plan, draw, roots, compiled)
+            if keeps_pools:
+                roots, second_at = self._prefill(plan.prefill), time.perf_counter()
+                draw, compiled = self._decode(plan.decode)
+            else:
+                (draw, compiled), second_at = self._decode(plan.decode), time.perf_counter()
+                roots = self._prefill(plan.prefill)
+        launch = Launch(begun_at, second_at, time.perf_counter())
+        step = MlxStep(self._clock, launch, plan, draw, roots, compiled, prefill_first=keeps_pools)
+        self._launched = step if keeps_pools else None
+        return step
+
+    @property
+    def _keeps_pools(self) -> bool:
+        return any(chosen.keeps_pools for chosen in (self._default_attention, *self._attention.values()))
+
+    def _finish_launched(self) -> None:
+        """Wait for the step in flight, so that nothing but the caches holds the pools."""
+        if self._launched is not None:
+            self._launched.wait()
+            self._launched = None
 
     def _scrub(self, pages: Sequence[tuple[int, ...]]) -> None:
         for storages, dirty in zip(self._storages, pages, strict=False):
@@ -177,7 +189,9 @@ class MlxRunner:
             if pages:
                 arrays.write([page.page for page in pages], [page.payload for page in pages])
 
-    def _decode(self, entries: Sequence[DecodeEntry]) -> tuple[Draw, bool]:
+    def _decode(self, entries: Sequence[DecodeEntry]) -> tuple[Draw | None, bool]:
+        if not entries:
+            return None, False
         # A graph is shared by all batches of its bucket; an eager step need not pay for idle rows.
         exact = not self.step.enabled
         bucket = row_bucket(len(entries))
@@ -237,7 +251,7 @@ class MlxRunner:
         """Trace the oldest bucket that ran eagerly for want of a trace."""
         for bucket in list(self.step.wanted)[:1]:
             with allocating():
-                self.trace(bucket.num_rows, bucket.widths, _params_with(bucket.sampling))
+                self.trace(bucket.num_rows, bucket.widths, bucket.sampling.example())
             self.step.wanted.pop(bucket, None)
         return bool(self.step.wanted)
 

@@ -1,12 +1,13 @@
 """A step that the device computes."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlxd.batching.allocation import allocating
-from mlxd.batching.plan import RowResult, StepPlan, StepResult
+from mlxd.batching.plan import StepPlan, StepResult
 from mlxd.batching.sampler_state import Draw
 
 
@@ -26,10 +27,10 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """When the launch of a step's decode part began, that of its prefill, and when that returned."""
+    """When the launch of a step's first part began, that of its second one, and when that returned."""
 
     begun_at: float
-    decoded_at: float
+    second_at: float
     returned_at: float
 
 
@@ -44,12 +45,15 @@ class MlxStep:
         draw: Draw | None,
         roots: list[mx.array],
         compiled: bool,
+        *,
+        prefill_first: bool = False,
     ) -> None:
         """
         Args:
             clock: of its runner.
             draw: what it samples, if it decodes.
             roots: one scalar a prefill forward, which stands for all that the forward writes.
+            prefill_first: whether decoding is its second part.
         """
         self.plan = plan
         self._clock = clock
@@ -57,6 +61,8 @@ class MlxStep:
         self._draw = draw
         self._roots = roots
         self._compiled = compiled
+        self._prefill_first = prefill_first
+        self._result: StepResult | None = None
 
     def wait(self) -> StepResult:
         """Block until the tokens and the prefill's writes are there.
@@ -64,17 +70,24 @@ class MlxStep:
         Raises:
             OutOfMemoryError: there will be none.
         """
+        if self._result is None:
+            self._result = self._wait()
+        return self._result
+
+    def _wait(self) -> StepResult:
         begun = time.perf_counter()
-        rows: tuple[RowResult, ...] = ()
+        parts: list[Sequence[mx.array]] = [() if self._draw is None else self._draw.arrays, self._roots]
+        if self._prefill_first:
+            parts.reverse()
         with allocating():
-            if self._draw is not None:
-                mx.eval(*self._draw.arrays)
-                rows = self._draw.results()
-            decoded = time.perf_counter()
-            if self._roots:
-                mx.eval(*self._roots)
-                self._roots.clear()
-        decode_s, prefill_s = self._parts_s(begun, decoded, time.perf_counter())
+            mx.eval(*parts[0])
+            between = time.perf_counter()
+            mx.eval(*parts[1])
+            done = time.perf_counter()
+            rows = self._draw.results() if self._draw is not None else ()
+        self._roots.clear()
+        seconds = self._parts_s(begun, between, done)
+        decode_s, prefill_s = reversed(seconds) if self._prefill_first else seconds
         return StepResult(
             rows=rows,
             decode_s=decode_s if self._draw is not None else 0.0,
@@ -82,8 +95,8 @@ class MlxStep:
             compiled=self._compiled,
         )
 
-    def _parts_s(self, begun: float, decoded: float, done: float) -> tuple[float, float]:
-        """Seconds of decode and of prefill, from when the wait began and when each part was there.
+    def _parts_s(self, begun: float, between: float, done: float) -> tuple[float, float]:
+        """Seconds of the first part and of the second, from when the wait began and when each was there.
 
         The device runs one step after another, so a part begins where the one before it ended. Where
         launching blocks, a part takes what launching and waiting for it take.
@@ -92,8 +105,9 @@ class MlxStep:
         self._clock.done_at = done
         if self._clock.launch_blocks:
             return (
-                launch.decoded_at - launch.begun_at + decoded - begun,
-                launch.returned_at - launch.decoded_at + done - decoded,
+                launch.second_at - launch.begun_at + between - begun,
+                launch.returned_at - launch.second_at + done - between,
             )
         start = max(launch.returned_at, before)
-        return decoded - start, done - (decoded if self._draw is not None else start)
+        has_first = bool(self.plan.prefill) if self._prefill_first else self._draw is not None
+        return between - start, done - (between if has_first else start)

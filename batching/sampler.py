@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxd.batching.sampling_params import MAX_TOP_LOGPROBS
+from mlxd.batching.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 _DRAW_BLOCK = 256
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
@@ -36,6 +36,17 @@ class SamplingShape:
     penalties: bool = False
     bias_width: int = 0
     logprobs: bool = False
+
+    def example(self) -> SamplingParams:
+        """Some parameters whose sampling graph has exactly these parts."""
+        return SamplingParams(
+            temperature=1.0 if self.draw else 0.0,
+            top_k=2 if self.top_k else 0,
+            top_p=0.5 if self.top_p else 1.0,
+            presence_penalty=1.0 if self.penalties else 0.0,
+            logit_bias=dict.fromkeys(range(self.bias_width), 0.0),
+            top_logprobs=1 if self.logprobs else None,
+        )
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -30,12 +30,21 @@ def parts(
     plan: StepPlan,
     launch: Sequence[float],
     waits: Sequence[float],
+    prefill_first: bool = False,
 ) -> tuple[float, float]:
-    """`waits`: when the wait begins, when tokens are there, when chunks are."""
+    """`waits`: when the wait begins, when the first part is there, when the second one is."""
     times = iter(waits)
     patch.setattr(mlx_step.time, "perf_counter", lambda: next(times))
     draw = NoDraw() if plan.decode else None
-    step = MlxStep(clock, Launch(*launch), plan, draw, [], compiled=False)  # type: ignore[arg-type]
+    step = MlxStep(
+        clock,
+        Launch(*launch),
+        plan,
+        draw,  # type: ignore[arg-type]
+        [],
+        compiled=False,
+        prefill_first=prefill_first,
+    )
     result = step.wait()
     return round(result.decode_s, 6), round(result.prefill_s, 6)
 
@@ -71,3 +80,26 @@ def test_a_part_begins_where_the_step_before_it_ended(monkeypatch: pytest.Monkey
     clock = StepClock(launch_blocks=False)
     assert parts(monkeypatch, clock, MIXED, (10, 11, 12), (20, 21, 25)) == (9, 4)
     assert parts(monkeypatch, clock, MIXED, (13, 14, 15), (30, 30, 34)) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "launch_blocks", "expected"),
+    [
+        pytest.param(MIXED, False, (4, 9), id="a device beside the host"),
+        pytest.param(DECODES, False, (13, 0), id="no prefill there"),
+        pytest.param(CHUNKS, False, (0, 9), id="no decode there"),
+        pytest.param(MIXED, True, (5, 2), id="launching blocks"),
+    ],
+)
+def test_prefill_may_be_the_first_part(
+    plan: StepPlan, launch_blocks: bool, expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = StepClock(launch_blocks)
+    assert parts(monkeypatch, clock, plan, (10, 11, 12), (20, 21, 25), prefill_first=True) == expected
+
+
+def test_a_step_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((20.0, 21.0, 25.0))
+    monkeypatch.setattr(mlx_step.time, "perf_counter", lambda: next(times))
+    step = MlxStep(StepClock(launch_blocks=False), Launch(10, 11, 12), CHUNKS, None, [], compiled=False)
+    assert step.wait() is step.wait()
