@@ -239,7 +239,10 @@ class Batch:
 
         One that cannot meet its deadline any more is taken out of the queue instead.
         """
-        if not self._book.queued or len(self._running) >= self._max_rows:
+        if not self._book.queued:
+            self._admission.reserving = None
+            return []
+        if len(self._running) >= self._max_rows:
             return []
         entered: list[Request] = []
         room = self._prefill_room()

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from heapq import heappop, heappush, merge
+from heapq import heapify, heappop, heappush, merge
 from operator import attrgetter, itemgetter
 
 from mlxd.scheduler.policy import Policy
@@ -15,6 +15,7 @@ Place = tuple[int, tuple[float, ...], str]
 _place_of = itemgetter(0)
 _EARLY_S = 1e-3
 """Times are sums of floats: who is due so soon is looked at now."""
+_SPARE = 16
 
 
 class Line:
@@ -61,6 +62,9 @@ class Line:
 
     def stand_aside(self, tenant: Tenant, until: float) -> None:
         """A tenant without rows is held until then, if it is not noted before."""
+        if len(self._alarms) > 2 * len(self._aside) + _SPARE:  # most are of tenants noted since
+            self._alarms = [(due_at, name) for name, (due_at, _) in self._aside.items()]
+            heapify(self._alarms)
         self._aside[tenant.name] = (until, tenant)
         heappush(self._alarms, (until, tenant.name))
 

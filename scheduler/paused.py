@@ -69,10 +69,9 @@ class Paused:
         Returns:
             Why rows left since the last call, one each.
         """
-        for request in [r for r in self._returning.values() if not r.num_inflight]:
-            del self._returning[request.number]
-            if request.state is RequestState.FINISHED:
-                continue
+        returning = [r for r in self._returning.values() if r.state is not RequestState.FINISHED]
+        self._returning = {request.number: request for request in returning if request.num_inflight}
+        for request in [request for request in returning if not request.num_inflight]:
             self._book.unpause(request)
             request.transition(RequestState.PREEMPTED)
             request.last_token_at = None  # the gap was its client's own

@@ -98,6 +98,23 @@ def test_tenants_that_their_minute_holds_are_not_looked_at_before_their_time(
     assert len(looked) < 10
 
 
+def test_one_that_is_noted_again_and_again_while_it_is_held_leaves_little_behind() -> None:
+    """And is looked at when its time comes all the same."""
+    world = World(make_config(make_tenant("a", tokens_per_minute=13)))
+    world.submit(submission("first", tenant="a", max_tokens=9))
+    world.run()
+    for number in range(200):
+        made = submission(str(number), tenant="a", max_tokens=9)
+        world.submit(made)
+        world.scheduler.schedule(world.now, world.events)
+        world.cancel(made.key)
+    assert len(world.scheduler.book.line._alarms) < 40
+    world.submit(submission("last", tenant="a", max_tokens=9))
+    while world.scheduler.num_open:
+        world.turn()
+    assert 50 < world.now < 90
+
+
 @pytest.mark.parametrize("backfill_s", [0.0, 1000.0])
 @pytest.mark.parametrize(("kv_reserve", "most"), [(0.0, MOST_PASSING + 10), (1 / NUM_TENANTS, inf)])
 def test_few_are_looked_at_to_pass_a_request_that_waits_for_pages(

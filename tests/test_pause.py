@@ -249,6 +249,20 @@ def test_one_that_comes_back_with_a_token_in_flight_does_not_hold_up_its_tenant(
     check_text(world, request("slow"))
 
 
+def test_one_that_ends_as_it_comes_back_is_held_no_more() -> None:
+    """With a token in flight, and no other request that would have steps planned."""
+    world = world_of()
+    world.submit(request("slow"))
+    turns(world, 4)
+    paused = pause(world, "slow")
+    unpause(world, "slow")
+    assert paused.num_inflight > 0
+    world.cancel(paused.key)
+    world.turn()
+    assert world.is_idle
+    assert not world.scheduler.paused._returning
+
+
 def test_an_unknown_key_and_what_is_so_already_are_nothing() -> None:
     world = world_of()
     world.submit(request("slow"))

@@ -212,3 +212,17 @@ def test_after_its_time_nobody_passes_any_more() -> None:
     assert max(passing) <= 4 + 1 + 10
     world.run()
     check_texts(world)
+
+
+def test_a_request_that_waited_for_pages_is_held_no_more_when_it_ends() -> None:
+    world = world_of(pages=10, max_rows=8, policy="fcfs")
+    world.submit(request("holder", num_prompt=40, max_tokens=40))
+    turns(world, 4)
+    large = request("large", "b", num_prompt=100, max_tokens=28)
+    world.submit(large)
+    turns(world, 1)
+    admission = world.scheduler._admission
+    assert admission.reserving is not None
+    world.cancel(large.key)
+    world.run()
+    assert admission.reserving is None
