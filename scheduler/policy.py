@@ -54,7 +54,7 @@ class _Metered:
         tenant.work += work
         tenant.service += cost
         tenant.received += cost
-        self._last_charged = self.counter(tenant)
+        self._last_charged = tenant.service
 
 
 class FcfsPolicy(_Metered):
