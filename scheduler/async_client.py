@@ -12,8 +12,9 @@ from msgspec import UNSET
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.client_request import ClientRequest
-from mlxd.scheduler.connection import Connection, cancel_address
+from mlxd.scheduler.connection import CLOSED, Connection, cancel_address
 from mlxd.scheduler.errors import ConnectionLostError, ProtocolError
+from mlxd.scheduler.lifetime import Lifetime
 from mlxd.scheduler.login import Login
 from mlxd.scheduler.protocol import kind_of
 from mlxd.scheduler.request_options import RequestOptions, checked_id, generate_message, new_id
@@ -77,7 +78,7 @@ class AsyncClient:
         self._connect: Connect = connect
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
-        self._is_closed = False
+        self._lifetime = Lifetime()
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -89,7 +90,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Open requests end with ConnectionLostError here, and there as if the client had vanished."""
-        self._is_closed = True
+        self._lifetime.end(ConnectionLostError(CLOSED))
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await connection.close()
@@ -174,18 +175,17 @@ class AsyncClient:
         return (await self._ask(message, message.id, wire.Reloaded)).changes
 
     async def _ask(self, message: wire.ClientMessage, address: str, expected: type[_Reply]) -> _Reply:
-        connection = await self._connected()
-        with connection.mailbox(address, kind_of(message)) as mailbox:
-            await connection.send(message)
-            reply = await mailbox.next()
+        async with self._lifetime.call():
+            connection = await self._connected()
+            with connection.mailbox(address, kind_of(message)) as mailbox:
+                await connection.send(message)
+                reply = await mailbox.next()
         if not isinstance(reply, expected):
             raise ProtocolError("decode", f"the daemon sent {type(reply).__name__}, not {expected.__name__}")
         return reply
 
     async def _connected(self) -> Connection:
         async with self._connecting:
-            if self._is_closed:
-                raise ConnectionLostError("the client is closed")
             if self._connection is None or self._connection.is_lost:
                 self._connection = Connection(await self._connect(), self._timeout_s)
             return self._connection
@@ -194,6 +194,7 @@ class AsyncClient:
         return ClientRequest(
             message,
             self._connected,
+            self._lifetime,
             retries=self._retries,
             wait_s=self._wait_s,
             resume_s=self._resume_s,

@@ -3,12 +3,15 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.async_client import DEFAULT_TIMEOUT_S, AsyncClient
+from mlxd.scheduler.connection import CLOSED
 from mlxd.scheduler.errors import ConnectionLostError
 from mlxd.scheduler.messages import StatusReply
 from mlxd.scheduler.request_options import RequestOptions
@@ -49,8 +52,12 @@ class Client:
             window_bytes=window_bytes,
             connect=connect,
         )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="mlxd-client", daemon=True)
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name="mlxd-client", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> "Client":
@@ -62,13 +69,23 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connection and the thread; a second call does nothing."""
-        if self._loop.is_closed():
-            return
-        self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """End the connection and the thread; whoever waits in another one gets ConnectionLostError.
+
+        A second call does nothing.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._closing.set)
+                self._is_closed = True
         self._thread.join()
-        self._loop.close()
+
+    def _serve(self) -> None:
+        with self._runner:  # which ends what is left of the calls on its way out
+            self._runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        await self._closing.wait()
+        await self._client.close()
 
     def generate(
         self,
@@ -99,7 +116,7 @@ class Client:
             while (chunk := self._run(_next(chunks, turn))) is not None:
                 yield chunk
         finally:
-            if not self._loop.is_closed():
+            with suppress(ConnectionLostError):
                 self._run(_close(chunks, turn))
 
     def cancel(self, request_id: str) -> bool:
@@ -123,12 +140,15 @@ class Client:
         return self._run(self._client.reload())
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        if self._loop.is_closed():
-            work.close()
-            raise ConnectionLostError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:  # what is begun before the loop is told to end, it still ends
+            if self._is_closed:
+                work.close()
+                raise ConnectionLostError(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise ConnectionLostError(CLOSED) from None
         except BaseException:
             future.cancel()
             raise

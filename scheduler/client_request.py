@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +18,7 @@ from mlxd.scheduler.errors import (
     RejectedError,
     RequestFailedError,
 )
+from mlxd.scheduler.lifetime import Lifetime
 from mlxd.scheduler.protocol import encode, kind_of
 
 MIN_RETRY_S = 0.05
@@ -30,6 +31,7 @@ class ClientRequest:
     Args:
         message: a generate, or a resume, which is never cancelled.
         connect: the connection to use now.
+        lifetime: of the client; over it, nothing is waited for.
         retries: how often to send it again where it was rejected as retryable.
         wait_s: how long to go on sending it to a daemon that loads.
         resume_s: how long to try to go on after a lost connection; 0: not at all.
@@ -40,6 +42,7 @@ class ClientRequest:
         self,
         message: wire.Generate | wire.Resume,
         connect: Callable[[], Awaitable[Connection]],
+        lifetime: Lifetime,
         *,
         retries: int,
         wait_s: float,
@@ -50,6 +53,7 @@ class ClientRequest:
             message = msgspec.structs.replace(message, credit=window_bytes)
         self._message = message
         self._connect = connect
+        self._lifetime = lifetime
         self._retries = retries
         self._wait_until = asyncio.get_running_loop().time() + wait_s
         self._resume_s = resume_s
@@ -64,12 +68,8 @@ class ClientRequest:
 
     async def __aenter__(self) -> Self:
         try:
-            try:
-                await self._open(self._message)
-            except ConnectionLostError:
-                if not self._may_reopen:
-                    raise
-                await self._reopen()
+            async with self._lifetime.call():
+                await self._begin()
         except BaseException:
             await self._leave()
             raise
@@ -82,18 +82,27 @@ class ClientRequest:
 
     async def next(self) -> wire.Chunk | wire.Done:
         """The next piece, or the end; raises what `Mailbox.next` raises."""
-        while True:
-            try:
-                await self._grant()
-                return self._checked(await self._next())
-            except ConnectionLostError:
-                if not self._may_reopen:
-                    raise
-                await self._reopen()
+        async with self._lifetime.call():
+            while True:
+                try:
+                    await self._grant()
+                    return self._checked(await self._next())
+                except ConnectionLostError:
+                    if not self._may_reopen:
+                        raise
+                    await self._reopen()
+
+    async def _begin(self) -> None:
+        try:
+            await self._open(self._message)
+        except ConnectionLostError:
+            if not self._may_reopen:
+                raise
+            await self._reopen()
 
     @property
     def _may_reopen(self) -> bool:
-        return bool(self._resume_s) and not (self._connection is None or self._connection.is_closed)
+        return bool(self._resume_s) and self._connection is not None
 
     async def _open(self, message: wire.Generate | wire.Resume) -> None:
         """Send `message` until it is accepted."""
@@ -179,9 +188,10 @@ class ClientRequest:
             raise
 
     async def _leave(self) -> None:
-        connection, is_ours = self._connection, isinstance(self._message, wire.Generate)
+        is_ours = isinstance(self._message, wire.Generate)
         try:
-            if connection and is_ours and not (self._has_ended or connection.is_lost):
-                await connection.send(wire.Cancel(id=self._message.id))
+            if self._connection is not None and is_ours and not self._has_ended:
+                with suppress(ConnectionLostError):  # the daemon sees that it is lost
+                    await self._connection.send(wire.Cancel(id=self._message.id))
         finally:
             self._stack.close()

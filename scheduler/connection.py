@@ -14,8 +14,11 @@ from mlxd.scheduler.errors import (
     MlxdError,
     ProtocolError,
 )
+from mlxd.scheduler.lifetime import Lifetime
 from mlxd.scheduler.replies import error_of, rejection_of
 from mlxd.scheduler.transport import Transport
+
+CLOSED = "the client is closed"
 
 
 def reply_address(message: wire.ServerMessage) -> str:
@@ -86,18 +89,12 @@ class Connection:
         self._transport = transport
         self._timeout_s = timeout_s
         self._mailboxes: dict[str, Mailbox] = {}
-        self._failure: MlxdError | None = None
-        self._is_closed = False
+        self._lifetime = Lifetime()
         self._reader = asyncio.create_task(self._read())
 
     @property
     def is_lost(self) -> bool:
-        return self._failure is not None
-
-    @property
-    def is_closed(self) -> bool:
-        """It is lost because its own side wanted it."""
-        return self._is_closed
+        return self._lifetime.error is not None
 
     @contextmanager
     def mailbox(self, address: str, asked: str) -> Iterator[Mailbox]:
@@ -109,35 +106,40 @@ class Connection:
         if address in self._mailboxes:
             raise ProtocolError("id_conflict", f"{address!r} is waited for already")
         mailbox = self._mailboxes[address] = Mailbox(asked, self._timeout_s)
-        if self._failure is not None:
-            mailbox.put(self._failure)
+        if self._lifetime.error is not None:
+            mailbox.put(self._lifetime.error)
         try:
             yield mailbox
         finally:
             del self._mailboxes[address]
 
     async def send(self, message: wire.ClientMessage) -> None:
-        """Raises ClientTimeoutError where the daemon takes nothing for `timeout_s`."""
-        if self._failure is not None:
-            raise ConnectionLostError(str(self._failure)) from self._failure
+        """
+        Raises:
+            ClientTimeoutError: the daemon takes nothing for `timeout_s`.
+            ConnectionLostError: it never will.
+        """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._lifetime.call(), asyncio.timeout(self._timeout_s):
                 await self._transport.send(message)
         except TimeoutError:
             raise ClientTimeoutError(f"the daemon took nothing for {self._timeout_s:g} s") from None
 
     async def _read(self) -> None:
-        failure: MlxdError = ConnectionLostError("the client was closed")
         try:
             while True:
                 self._hand_out(await self._transport.receive())
         except MlxdError as error:
-            failure = error
+            self._lose(error)
         finally:
-            self._failure = failure
-            for mailbox in self._mailboxes.values():
-                mailbox.put(failure)
+            self._lose(ConnectionLostError(CLOSED))
             await self._transport.close()
+
+    def _lose(self, error: MlxdError) -> None:
+        if not self.is_lost:
+            self._lifetime.end(error)
+            for mailbox in self._mailboxes.values():
+                mailbox.put(error)
 
     def _hand_out(self, message: wire.ServerMessage) -> None:
         """Messages that nobody waits for any more are dropped; an error that is nobody's own is raised."""
@@ -149,6 +151,6 @@ class Connection:
 
     async def close(self) -> None:
         """Whoever still waits gets ConnectionLostError."""
-        self._is_closed = True
+        self._lose(ConnectionLostError(CLOSED))
         self._reader.cancel()
         await asyncio.wait([self._reader])
