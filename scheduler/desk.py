@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 from mlxd.metrics.recorder import Recorder
@@ -36,7 +36,7 @@ class Desk:
 
     Attributes:
         served: None until the model is loaded.
-        generated_tokens: by tenant, of all requests so far.
+        generated_tokens: by tenant, of all its requests so far.
     """
 
     def __init__(
@@ -249,7 +249,8 @@ class Desk:
     def _take_tokens(self, stream: Stream, answer: Answer, event: Tokens) -> None:
         if stream.state != "paused":
             stream.state = "running"
-        self.generated_tokens[event.key.tenant] += len(event.token_ids)
+        if not stream.is_orphan:
+            self.generated_tokens[event.key.tenant] += len(event.token_ids)
         was_ended = answer.ended_by
         answer.tokens(event)
         if answer.ended_by and not was_ended:
@@ -268,7 +269,7 @@ class Desk:
         """Tell the ends that wait for a journal which does not answer any more."""
         self._endings.tell_unwritten()
 
-    def update(self, tenants: Collection[str]) -> None:
+    def update(self, tenants: Set[str]) -> None:
         """What requests of other tenants answered is told to nobody any more, whoever has the name next."""
         self._journal.keep(tenants)
         for stream in self._open:
@@ -276,6 +277,8 @@ class Desk:
                 stream.is_orphan = True
                 self.cancel(stream.key, "revoked")
         self._endings.forget_others(tenants)
+        for tenant in self.generated_tokens.keys() - tenants:
+            del self.generated_tokens[tenant]
 
     def expire(self) -> None:
         """Give up what nobody came back for, or read, in time; to be called now and then."""

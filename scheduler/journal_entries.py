@@ -94,6 +94,9 @@ def decode_entry(
     """Raises msgspec.MsgspecError, TypeError or ValueError."""
     if message is None and record is None:
         raise ValueError("it has neither a message nor a record")
+    ended = None if record is None else _decode_record(record)
+    if ended is not None:
+        _check_pieces(ended)
     return Entry(
         key=RequestKey(tenant, request_id),
         digest=digest,
@@ -101,5 +104,13 @@ def decode_entry(
         message=None if message is None else _decode_message(message),
         begun=Begun(begun),
         ended_at=ended_at or 0.0,
-        record=None if record is None else _decode_record(record),
+        record=ended,
     )
+
+
+def _check_pieces(record: Record) -> None:
+    """Raises ValueError where it is not what a transcript leaves."""
+    num_tokens = len(record.token_ids)
+    if len(record.texts) not in (num_tokens, num_tokens + 1) or len(record.logprobs) not in (0, num_tokens):
+        counts = f"{len(record.texts)} texts and {len(record.logprobs)} log-probabilities"
+        raise ValueError(f"its record has {counts} for {num_tokens} tokens")

@@ -28,7 +28,9 @@ from mlxd.scheduler.journal_entries import (
 from mlxd.scheduler.journal_room import JournalRoom, JournalUsage
 
 APPLICATION_ID = 0x6D6C7864
-VERSION = 1
+VERSION = 2
+_MIGRATIONS = {1: f"UPDATE requests SET starts = {Begun.AGAIN:d} WHERE starts > {Begun.AGAIN:d}"}
+"""What makes a file of that version one of the next. Version 1 counted processes: nobody was alone in one."""
 
 _PAGE_BYTES = 4096
 _ENTRY_BYTES = 2 * _PAGE_BYTES
@@ -143,8 +145,16 @@ class JournalFile:
             self._db.execute("COMMIT")
         if self._pragma("application_id") != APPLICATION_ID:
             raise _problem(self._path, "is a database of something else")
+        self._migrate()
         if (version := self._pragma("user_version")) != VERSION:
             raise _problem(self._path, f"has version {version}; this daemon knows version {VERSION}")
+
+    def _migrate(self) -> None:
+        while (change := _MIGRATIONS.get(version := int(self._pragma("user_version")))) is not None:
+            self._db.execute("BEGIN")
+            self._db.execute(change)
+            self._pragma("user_version", version + 1)
+            self._db.execute("COMMIT")
 
     def _measure(self) -> None:
         sizes = "coalesce(length(message), 0) + coalesce(length(record), 0)"

@@ -18,7 +18,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.errors import JournalError
 from mlxd.scheduler.events import RequestKey, Usage
-from mlxd.scheduler.journal_entries import Accept, Begun, Change, End, Entry, Forget, Keep, Start
+from mlxd.scheduler.journal_entries import Accept, Begun, Change, End, Entry, Forget, Keep, Start, encode
 from mlxd.scheduler.journal_file import JournalFile, check_place
 from mlxd.scheduler.transcript import Record
 
@@ -93,6 +93,17 @@ def test_one_request_at_most_was_begun_alone_last(tmp_path: Path) -> None:
     starts = [Start(key(1), Begun.ALONE), Start(key(2), Begun.AGAIN), Start(key(3), Begun.ALONE)]
     found = written(tmp_path / "j", *[accept(number) for number in range(4)], *starts)
     assert [entry.begun for entry in found] == [Begun.ONCE, Begun.AGAIN, Begun.AGAIN, Begun.ALONE]
+
+
+def test_a_file_of_the_first_version_blames_nobody(tmp_path: Path) -> None:
+    """It counted processes: a third one had others beside it."""
+    path = tmp_path / "j"
+    written(path, accept(1), accept(2), accept(3))
+    execute(path, "UPDATE requests SET starts = 1 + id")
+    execute(path, "PRAGMA user_version=1")
+    found = entries(path)
+    assert [entry.begun for entry in found] == [Begun.AGAIN, Begun.AGAIN, Begun.AGAIN]
+    assert entries(path) == found
 
 
 def test_what_a_tenant_that_is_gone_has_is_dropped_and_its_name_begins_empty(tmp_path: Path) -> None:
@@ -213,16 +224,21 @@ def execute(path: Path, statement: str) -> None:
     db.close()
 
 
+FEWER_TEXTS = msgspec.structs.replace(RECORD, texts=("x",))
 BAD_FILES = {
     "noise": (lambda path: path.write_bytes(b"no database" * 100), "move it away"),
     "damaged": (corrupt, "move it away"),
-    "other version": (lambda path: execute(path, "PRAGMA user_version=2"), "has version 2; .* version 1"),
+    "other version": (lambda path: execute(path, "PRAGMA user_version=3"), "has version 3; .* version 2"),
     "other program": (
         lambda path: execute(path, "PRAGMA application_id=1"),
         "is a database of something else",
     ),
     "other entry": (lambda path: execute(path, "UPDATE requests SET message = x'c1'"), "cannot be read"),
     "other type": (lambda path: execute(path, "UPDATE requests SET message = 5"), "cannot be read"),
+    "fewer texts": (
+        lambda path: execute(path, f"UPDATE requests SET record = x'{encode(FEWER_TEXTS).hex()}'"),
+        "cannot be read",
+    ),
     "no message": (lambda path: execute(path, "UPDATE requests SET message = NULL"), "cannot be read"),
     "no text": (lambda path: execute(path, "UPDATE requests SET tenant = x'ff' || ''"), "move it away"),
     "other table": (lambda path: execute(path, "ALTER TABLE requests RENAME id TO number"), "move it away"),

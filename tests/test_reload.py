@@ -115,6 +115,9 @@ def test_who_gets_the_name_of_a_tenant_that_is_gone_gets_nothing_of_what_it_had(
         assert old.until_terminal("open")[-1]["code"] == "revoked"
         with Peer(it.config.server.submit) as new:
             assert new.ask("hello", v=1, token="new")["tenant"] == "acme"
+            with Peer(it.config.server.control) as control:
+                control.ask("hello", v=1, token="new")
+                assert control.ask("status")["tenants"]["acme"]["generated_tokens"] == 0
             for name in ("ended", "open"):
                 assert new.ask("resume", id=name)["code"] == "gone"
             new.send("generate", id="ended", **mine)
@@ -133,7 +136,10 @@ def test_an_open_request_of_a_tenant_that_is_gone_is_told_to_its_reader_alone(tm
             assert new.ask("hello", v=1, token="new")["tenant"] == "acme"
             assert new.ask("resume", id="open")["code"] == "gone"
             assert new.ask("generate", id="open", **asked)["reason"] == "id_conflict"
-        assert old.until_terminal("open")[-1]["code"] == "revoked"
+            assert old.until_terminal("open")[-1]["code"] == "revoked"
+            with Peer(it.config.server.control) as control:
+                control.ask("hello", v=1, token="new")
+                assert control.ask("status")["tenants"]["acme"]["generated_tokens"] == 0
 
 
 def test_a_token_is_replaced_without_a_gap(tmp_path: Path) -> None:
