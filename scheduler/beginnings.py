@@ -32,25 +32,34 @@ class Beginnings:
         self._on_unwanted = on_unwanted
         self._intake = Intake()
         self._begun: set[asyncio.Task[None]] = set()
+        self._later: dict[Stream, asyncio.TimerHandle] = {}
 
-    def begin(self, stream: Stream, served: Served, arrived_at: float) -> None:
+    def begin(self, stream: Stream, served: Served) -> None:
         """`stream` is open and has its message."""
-        task = asyncio.create_task(self._submit(stream, served, arrived_at))
+        task = asyncio.create_task(self._submit(stream, served))
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
 
     def begin_later(self, stream: Stream, served: Served) -> None:
         """Once more, where the engine had no room for it."""
         loop = asyncio.get_running_loop()
-        loop.call_later(RETRY_MS / 1000, self._begin_again, stream, served, loop.time())
+        self._later[stream] = loop.call_later(RETRY_MS / 1000, self._begin_again, stream, served)
 
-    def _begin_again(self, stream: Stream, served: Served, arrived_at: float) -> None:
+    def _begin_again(self, stream: Stream, served: Served) -> None:
+        del self._later[stream]
         if stream in self._streams and stream.transcript.terminal is None:
-            self.begin(stream, served, arrived_at)
+            self.begin(stream, served)
 
-    async def _submit(self, stream: Stream, served: Served, arrived_at: float) -> None:
+    def take_back(self, stream: Stream) -> bool:
+        """Whether it was to begin later, and now never does; it still has to be told as ended."""
+        timer = self._later.pop(stream, None)
+        if timer is not None:
+            timer.cancel()
+        return timer is not None
+
+    async def _submit(self, stream: Stream, served: Served) -> None:
         try:
-            submission = await self._intake.prepare(stream, served, arrived_at)
+            submission = await self._intake.prepare(stream, served)
             if stream not in self._streams:
                 return
             if not stream.is_wanted:
@@ -65,5 +74,9 @@ class Beginnings:
             self._engine.cancel(stream.key, stream.end_as)
 
     def close(self) -> None:
-        """Tokenise nothing more."""
+        """Begin nothing more."""
+        for task in self._begun:
+            task.cancel()
+        for timer in self._later.values():
+            timer.cancel()
         self._intake.close()

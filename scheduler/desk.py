@@ -1,7 +1,6 @@
 """The requests of all clients, from a generate message to its one terminal message and the time after it."""
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from functools import partial
@@ -17,7 +16,6 @@ from mlxd.scheduler.errors import JournalError, MlxdError, ProtocolError, Reject
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Tokens
 from mlxd.scheduler.intake import Served, check_message, loading, with_seed
 from mlxd.scheduler.journal import Journal
-from mlxd.scheduler.journal_entries import Begun, Entry
 from mlxd.scheduler.open_streams import OpenStreams
 from mlxd.scheduler.pauses import Pauses
 from mlxd.scheduler.readers import Readers
@@ -25,10 +23,9 @@ from mlxd.scheduler.recovery import Recovery
 from mlxd.scheduler.replies import rejection_reply, reply_of
 from mlxd.scheduler.retention import Retention
 from mlxd.scheduler.session import Session
-from mlxd.scheduler.stream import Stream, digest_of, stream_of
+from mlxd.scheduler.stream import Stream, digest_of
+from mlxd.scheduler.takeover import take_over
 from mlxd.scheduler.transcript import Transcript
-
-logger = logging.getLogger(__name__)
 
 
 class Desk:
@@ -94,16 +91,16 @@ class Desk:
             return
         stream.attach(session, 0, message.credit)
         stream.message = with_seed(message) if self._journal.keeps else message
-        stream.sent_at = asyncio.get_running_loop().time()
+        stream.arrived_at = stream.sent_at = asyncio.get_running_loop().time()
         self._open.add(stream)
-        self._recovery.new(stream, stream.sent_at)
+        self._recovery.new(stream)
 
     def _find(self, key: RequestKey) -> Stream | None:
         return self._open.get(key) or self._endings.get(key)
 
-    def _begin(self, stream: Stream, arrived_at: float) -> None:
+    def _begin(self, stream: Stream) -> None:
         assert self.served is not None, "requests need a model"
-        self._beginnings.begin(stream, self.served, arrived_at)
+        self._beginnings.begin(stream, self.served)
 
     def _refuse_begun(self, stream: Stream, error: MlxdError) -> None:
         self._refuse(stream, self._refusal(stream.key, error))
@@ -118,34 +115,16 @@ class Desk:
     def _refuse(self, stream: Stream, reply: wire.Rejected | wire.Error) -> None:
         """What an earlier start accepted is tried again where time may help."""
         may_help = isinstance(reply, wire.Rejected) and reply.reason in ("queue_full", "quota")
-        if stream.is_accepted and may_help and self.served is not None:
-            self._beginnings.begin_later(stream, self.served)
-        else:
+        if not (stream.is_accepted and may_help and self.served is not None):
             self._endings.refuse(stream, reply)
+        elif stream.end_as:
+            self._endings.end_unbegun(stream)
+        else:
+            self._beginnings.begin_later(stream, self.served)
 
     def restore(self) -> None:
-        """Take over what the journal has: ended requests are kept, open ones begin again."""
-        entries = self._journal.take_entries()
-        for entry in entries:
-            self._restore(entry)
-        self._recovery.begin()
-        if entries:
-            logger.info("journal: entries=%d open=%d", len(entries), len(self._open))
-
-    def _restore(self, entry: Entry) -> None:
-        stream = stream_of(entry)
-        if entry.record is not None:
-            self._endings.keep(stream, self._journal.age_s(entry))
-            return
-        now = asyncio.get_running_loop().time()
-        self._open.add(stream)
-        self._open.lost_reader(stream, now)
-        if entry.begun is Begun.ALONE:
-            why = f"the daemon ended {Begun.ALONE} times with this request begun, the last time with no other"
-            logger.error("given up tenant=%s id=%s: %s", *entry.key, why)
-            self._endings.fail(stream, "engine_failed", why)
-        else:
-            self._recovery.add(stream, now, is_suspect=entry.begun is Begun.AGAIN)
+        """Take over what the journal has of earlier processes."""
+        take_over(self._journal, self._open, self._recovery, self._endings)
 
     def resume(self, session: Session, message: wire.Resume) -> None:
         """Tell a request again; raises ProtocolError "gone" where the tenant has none of this id."""
@@ -173,11 +152,14 @@ class Desk:
         if stream is None:
             return False
         stream.end_as = outcome
-        if self._recovery.take_back(stream):
+        if self._take_back(stream):
             self._endings.end_unbegun(stream)
         elif stream.answer is not None:
             self._engine.cancel(key, outcome)
         return True
+
+    def _take_back(self, stream: Stream) -> bool:
+        return self._recovery.take_back(stream) or self._beginnings.take_back(stream)
 
     def abandon(self, session: Session, outcome: str) -> None:
         """A client is gone ("client_gone"), or does not read what it was sent ("slow_client")."""
@@ -281,11 +263,19 @@ class Desk:
             del self.generated_tokens[tenant]
 
     def expire(self) -> None:
-        """Give up what nobody came back for, or read, in time; to be called now and then."""
+        """Give up what did not begin, or nobody came back for or read, in time; to be called now and then."""
         now = asyncio.get_running_loop().time()
         self._give_up_unread()
+        self._expire_unbegun(now)
         self._open.paused.expire(now)
         self._endings.expire(now)
+
+    def _expire_unbegun(self, now: float) -> None:
+        """The engine sees to the deadlines of what it has."""
+        for stream in self._open:
+            if stream.deadline is not None and stream.deadline <= now and self._take_back(stream):
+                stream.end_as = "expired"
+                self._endings.end_unbegun(stream)
 
     def keep_alive(self, session: Session, quiet_since: float) -> None:
         """Show that requests which got nothing since then are still known."""

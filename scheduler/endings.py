@@ -7,7 +7,7 @@ from functools import partial
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.answer import terminal_of
 from mlxd.scheduler.config import ServerConfig
-from mlxd.scheduler.errors import JournalError, MlxdError, RevokedError
+from mlxd.scheduler.errors import JournalError, MlxdError, RequestFailedError, RevokedError
 from mlxd.scheduler.events import Finished, RequestKey, Usage
 from mlxd.scheduler.journal import Journal
 from mlxd.scheduler.open_streams import OpenStreams
@@ -99,8 +99,11 @@ class Endings:
         stream.detach()
 
     def end_unbegun(self, stream: Stream) -> None:
-        """One that the engine never got ends as `stream.end_as` says."""
-        error = RevokedError()
+        """One that the engine does not have ends as `stream.end_as` says."""
+        error: MlxdError = RevokedError()
+        if stream.end_as == "expired":
+            text = f"the deadline passed after {_now() - stream.arrived_at:.3f} s"
+            error = RequestFailedError("expired", text)
         event = Finished(stream.key, stream.end_as, Usage(0, 0), error.code, str(error))
         terminal = terminal_of(event)
         if stream.is_accepted:

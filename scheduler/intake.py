@@ -43,7 +43,7 @@ class Intake:
         self._threads = ThreadPoolExecutor(MAX_TOKENISING + 1, "mlxd-tokenise")
         self._turns: dict[str, asyncio.Semaphore] = {}
 
-    async def prepare(self, stream: Stream, served: Served, arrived_at: float) -> Submission:
+    async def prepare(self, stream: Stream, served: Served) -> Submission:
         """What the engine is handed; gives the stream its answer. Raises what `prompt_ids` raises."""
         message, tokenizer = stream.message, served.tokenizer
         assert message is not None, "only what was not submitted yet gets here"
@@ -53,14 +53,13 @@ class Intake:
         ending = eos.union(sampling.stop_token_ids)
         text = tokenizer.stream(sampling.stop)
         stream.answer = Answer(stream.transcript, message.id, text, ending)
-        deadline_ms = message.deadline_ms
         return Submission(
             key=stream.key,
             prompt=ids,
             sampling=sampling,
-            arrived_at=arrived_at,
+            arrived_at=stream.arrived_at,
             priority=Priority.of(message.priority),
-            deadline=None if deadline_ms is UNSET else arrived_at + deadline_ms / 1000,
+            deadline=stream.deadline,
         )
 
     async def prompt_ids(self, tenant: str, message: Generate, tokenizer: Tokenizer) -> tuple[int, ...]:

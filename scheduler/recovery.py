@@ -15,9 +15,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 
-Begin = Callable[[Stream, float], None]
-"""Gets an open request, and when it came, on the loop's clock."""
-
 
 class Recovery:
     """Finds a request that ends the process each time, and lets it take no other along.
@@ -31,11 +28,11 @@ class Recovery:
     Runs on the asyncio thread.
     """
 
-    def __init__(self, journal: Journal, begin: Begin, num_rows: int) -> None:
+    def __init__(self, journal: Journal, begin: Callable[[Stream], None], num_rows: int) -> None:
         self._journal = journal
         self._begin = begin
         self._num_rows = num_rows
-        self._arrivals: dict[Stream, float] = {}
+        self._held: set[Stream] = set()
         self._suspects: deque[Stream] = deque()
         self._earlier: dict[str, deque[Stream]] = {}
         self._new: deque[Stream] = deque()
@@ -43,17 +40,17 @@ class Recovery:
         self._num_again: Counter[str] = Counter()
         self._alone: Stream | None = None
 
-    def new(self, stream: Stream, arrived_at: float) -> None:
+    def new(self, stream: Stream) -> None:
         """A client sent it."""
         if self._alone is None:
-            self._begin(stream, arrived_at)
+            self._begin(stream)
         else:
-            self._arrivals[stream] = arrived_at
+            self._held.add(stream)
             self._new.append(stream)
 
-    def add(self, stream: Stream, arrived_at: float, *, is_suspect: bool) -> None:
+    def add(self, stream: Stream, *, is_suspect: bool) -> None:
         """An earlier process left it open; they come in the order in which they were accepted."""
-        self._arrivals[stream] = arrived_at
+        self._held.add(stream)
         if is_suspect:
             self._suspects.append(stream)
         else:
@@ -78,11 +75,13 @@ class Recovery:
 
     def take_back(self, stream: Stream) -> bool:
         """Whether it was not begun, and now never is; it still has to be told as ended."""
-        return self._arrivals.pop(stream, None) is not None
+        is_held = stream in self._held
+        self._held.discard(stream)
+        return is_held
 
     def stop(self) -> None:
         """Begin nothing more of what waits; its streams are somebody else's to end."""
-        self._arrivals.clear()
+        self._held.clear()
         self._alone = None
 
     def _go_on(self) -> None:
@@ -94,7 +93,7 @@ class Recovery:
             self._note(self._alone, Begun.ALONE)
             return
         while (stream := self._next(self._new)) is not None:
-            self._begin(stream, self._arrivals.pop(stream))
+            self._let_go(stream)
         for tenant, waiting in tuple(self._earlier.items()):
             self._begin_again(tenant, waiting)
             if not waiting:
@@ -113,7 +112,7 @@ class Recovery:
         """The first that was not taken back."""
         while waiting:
             stream = waiting.popleft()
-            if stream in self._arrivals:
+            if stream in self._held:
                 return stream
         return None
 
@@ -121,12 +120,16 @@ class Recovery:
         self._journal.start(stream.key, begun, partial(self._noted, stream, begun))
 
     def _noted(self, stream: Stream, begun: Begun, failure: JournalError | None) -> None:
-        if stream not in self._arrivals:
+        if stream not in self._held:
             return
         if failure is None:
-            self._begin(stream, self._arrivals.pop(stream))
+            self._let_go(stream)
         else:
             asyncio.get_running_loop().call_later(RETRY_S, self._note, stream, begun)
+
+    def _let_go(self, stream: Stream) -> None:
+        self._held.remove(stream)
+        self._begin(stream)
 
 
 def _nobody_waits(failure: JournalError | None) -> None:

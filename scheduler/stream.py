@@ -34,6 +34,7 @@ class Stream:
         is_alone: nothing else runs before it has ended.
         answer: None until its prompt is tokenised and the engine has it.
         session: its reader; None where that went away, or has got all.
+        arrived_at: when it was sent, or taken over from an earlier process, on the loop's clock.
         state: what it does, for its reader.
         seq: pieces that were sent to the reader.
         credit: bytes of chunks that the reader takes for now; None: no limit.
@@ -50,6 +51,7 @@ class Stream:
     is_ended: bool = False
     is_orphan: bool = False
     is_alone: bool = False
+    arrived_at: float = 0.0
     state: Literal["waiting", "running", "paused"] = "waiting"
     message: wire.Generate | None = None
     answer: Answer | None = None
@@ -64,6 +66,13 @@ class Stream:
     def is_wanted(self) -> bool:
         """Whether anybody may ever read it."""
         return self.session is not None or self.end_as != "client_gone"
+
+    @property
+    def deadline(self) -> float | None:
+        """On the loop's clock; told as long as it has its message."""
+        if self.message is None or self.message.deadline_ms is UNSET:
+            return None
+        return self.arrived_at + self.message.deadline_ms / 1000
 
     @property
     def unread_bytes(self) -> int:

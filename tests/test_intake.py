@@ -1,11 +1,13 @@
 """Which prompts are tokenised off the event loop, and whose turn it is there."""
 
+import gc
+import logging
 import threading
 from pathlib import Path
 
 import pytest
 from text_tokenizers import byte_level
-from wire_daemon import daemon
+from wire_daemon import daemon, wait_until
 
 from mlxd.batching.text import Tokenizer
 from mlxd.scheduler.intake import INLINE_CHARS, INLINE_TURNS, MAX_TOKENISING, is_long
@@ -61,10 +63,35 @@ def test_long_prompts_of_one_tenant_leave_room_for_the_others(tmp_path: Path) ->
             greedy.send("generate", id=str(number), prompt="held" + LONG, sampling=short)
         other.send("generate", id="b", prompt=LONG, sampling=short)
         assert other.until_terminal("b")[-1]["type"] == "done"
-        assert text.at_work == MAX_TOKENISING
+        wait_until(lambda: text.at_work == MAX_TOKENISING)
         text.resume.set()
         ends: set[str] = set()
         while len(ends) < 5:
             message = greedy.receive()
             if message["type"] == "done":
                 ends.add(message["id"])
+
+
+def test_a_daemon_that_ends_leaves_prompts_that_wait_for_their_turn_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever's turn comes because one before is given up, too."""
+    text = GatedTokenizer()
+    with (
+        caplog.at_level(logging.ERROR),
+        daemon(tmp_path, text=text, drain_timeout_s=0.1) as served,
+        served.submit("acme") as acme,
+        served.submit("beta") as beta,
+    ):
+        for peer in (acme, beta):
+            for number in range(4):
+                peer.send("generate", id=str(number), prompt="held" + LONG, sampling={"max_tokens": 1})
+        wait_until(lambda: text.at_work == MAX_TOKENISING + 1)
+        served.server.request_drain()
+        served.join()
+        text.resume.set()
+        for peer in (acme, beta):
+            ends = [peer.receive() for _ in range(4)]
+            assert {(end["type"], end["reason"]) for end in ends} == {("rejected", "draining")}
+    gc.collect()
+    assert not caplog.records

@@ -61,23 +61,23 @@ class Process:
 
     def __post_init__(self) -> None:
         self.recovery = Recovery(self.disk, self._begin, NUM_ROWS)
-        for number, (each, begun) in enumerate(tuple(self.disk.open.items())):
+        for each, begun in tuple(self.disk.open.items()):
             if begun is Begun.ALONE:
                 del self.disk.open[each]
                 self.given_up.append(each)
             else:
                 self.streams[each] = found = stream("/".join(each))
-                self.recovery.add(found, float(number), is_suspect=begun is Begun.AGAIN)
+                self.recovery.add(found, is_suspect=begun is Begun.AGAIN)
         self.recovery.begin()
         self.disk.write()
 
-    def _begin(self, begun: Stream, arrived_at: float) -> None:
+    def _begin(self, begun: Stream) -> None:
         self.rows[begun.key] = begun
 
     def send(self, name: str) -> None:
         """Accepted where the engine has it; what is held is not."""
         self.streams[key(name)] = sent = stream(name)
-        self.recovery.new(sent, 0.0)
+        self.recovery.new(sent)
         if sent.key in self.rows:
             self.disk.open[sent.key] = Begun.ONCE
 
@@ -118,7 +118,7 @@ def test_a_tenant_whose_requests_do_not_end_holds_up_its_own_alone() -> None:
 def test_nothing_begins_before_the_journal_has_noted_it() -> None:
     disk = Disk()
     process = Process(disk)
-    process.recovery.add(stream("a/1"), 0.0, is_suspect=False)
+    process.recovery.add(stream("a/1"), is_suspect=False)
     process.recovery.begin()
     assert process.names == set()
     disk.write()
