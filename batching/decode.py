@@ -105,6 +105,11 @@ class DecodeStep:
         return len(self._graphs)
 
     @property
+    def num_traces(self) -> int:
+        """Of all graphs, those that failed among them."""
+        return sum(graph.traces for graph in self._graphs.values())
+
+    @property
     def retraces(self) -> int:
         return sum(max(0, graph.traces - 1) for graph in self._graphs.values())
 

@@ -142,7 +142,7 @@ class MlxRunner:
             IndexError: a row's position is outside its pages. Nothing was launched for it.
             OutOfMemoryError: part of it may have run; see `Runner.launch`.
         """
-        keeps_pools = self._keeps_pools
+        keeps_pools, num_traces = self._keeps_pools, self.step.num_traces
         with allocating():
             if keeps_pools and _writes_pools(plan):
                 self._finish_launched()
@@ -156,7 +156,7 @@ class MlxRunner:
             else:
                 (draw, compiled), second_at = self._decode(plan.decode), time.perf_counter()
                 roots = self._prefill(plan.prefill)
-        launch = Launch(begun_at, second_at, time.perf_counter())
+        launch = Launch(begun_at, second_at, time.perf_counter(), self.step.num_traces > num_traces)
         step = MlxStep(self._clock, launch, plan, draw, roots, compiled, prefill_first=keeps_pools)
         self._launched = step if keeps_pools else None
         return step

@@ -27,11 +27,16 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """When the launch of a step's first part began, that of its second one, and when that returned."""
+    """When the launch of a step's first part began, that of its second one, and when that returned.
+
+    Attributes:
+        traced: whether it made a graph.
+    """
 
     begun_at: float
     second_at: float
     returned_at: float
+    traced: bool = False
 
 
 class MlxStep:
@@ -93,6 +98,7 @@ class MlxStep:
             decode_s=decode_s if self._draw is not None else 0.0,
             prefill_s=prefill_s if self.plan.prefill else 0.0,
             compiled=self._compiled,
+            traced=self._launch.traced,
         )
 
     def _parts_s(self, begun: float, between: float, done: float) -> tuple[float, float]:

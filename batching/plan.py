@@ -105,6 +105,7 @@ class StepResult:
         prefill_faults: row id -> error code, rows whose chunk failed alone.
         decode_s, prefill_s: device time as seen by the host; 0 where there was no such part.
         compiled: whether the decode part ran compiled.
+        traced: whether a graph was made for it, so that its time says nothing of the steps to come.
     """
 
     rows: tuple[RowResult, ...]
@@ -112,3 +113,4 @@ class StepResult:
     decode_s: float = 0.0
     prefill_s: float = 0.0
     compiled: bool = False
+    traced: bool = False

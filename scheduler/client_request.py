@@ -139,7 +139,13 @@ class ClientRequest:
             await self._connection.send(wire.Grant(id=self._message.id, bytes=num_bytes))
 
     async def _reopen(self) -> None:
-        """Raises ConnectionLostError where the daemon does not come back in time, or forgot the request."""
+        """Go on over a new connection from where the last one broke off.
+
+        Raises:
+            ConnectionLostError: the daemon did not come back in time.
+            RequestFailedError: it forgot the request; "gone".
+            RejectedError: it takes the message no more, where that was not accepted before.
+        """
         # Sent twice, the message itself does no harm; where it was not accepted it may never have arrived.
         message = self._message
         if self._is_accepted:

@@ -20,7 +20,7 @@ class Pace:
         self.step_s = 0.0
 
     def observe(self, decode_s: float) -> None:
-        """A step's decode part took so long; 0 where it had none."""
+        """A step's decode part took so long; 0 where it had none, or one that tells nothing."""
         if decode_s > 0:
             self.step_s = _DECAY * self.step_s + (1 - _DECAY) * decode_s if self.step_s else decode_s
 

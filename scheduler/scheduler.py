@@ -270,7 +270,7 @@ class Scheduler:
             self._policy.charge(tenant, 0, num_tokens)
             self.book.use(tenant, num_tokens, now)
         self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
-        self.batch.pace.observe(result.decode_s)
+        self.batch.pace.observe(0.0 if result.traced else result.decode_s)
         tally, self._tally = self._tally, Tally()
         tally.left = self._open.take_num_left()
         return tally.stats(step, result, now)

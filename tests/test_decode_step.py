@@ -9,6 +9,7 @@ import pytest
 from tiny_models import WATCHED, Rig, make_rig, oracle, prompt_of, stored_bytes
 
 from mlxd.batching.driver import Driver
+from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.page_pool import SCRATCH_PAGE
@@ -61,6 +62,26 @@ def test_compiled_equals_eager_bit_for_bit_and_traces_each_bucket_once(family: s
     assert counters.graph_compiles == len(set(counters.buckets)) <= num_reachable_buckets(compiled)
     run_traffic(compiled.driver(), 50)
     assert compiled.runner.counters().graph_compiles == counters.graph_compiles
+
+
+def test_a_step_that_makes_a_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig("llama", compiled=True, max_rows=4)
+    launch, steps = rig.runner.launch, list[MlxStep]()
+
+    def noted(plan: StepPlan) -> MlxStep:
+        steps.append(launch(plan))
+        return steps[-1]
+
+    monkeypatch.setattr(rig.runner, "launch", noted)
+    driver = rig.driver()
+    for length in (9, 3, 5):
+        driver.join(prompt_of(length), WATCHED)
+        driver.prefill()
+        driver.decode()
+        driver.decode()
+    decoding = [step.wait() for step in steps if step.plan.decode]
+    assert [result.traced for result in decoding] == [True, False] * 3
+    assert not any(step.wait().traced for step in steps if not step.plan.decode)
 
 
 def num_reachable_buckets(rig: Rig) -> int:

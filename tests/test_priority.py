@@ -1,9 +1,12 @@
 """Classes come before shares, and deadlines before arrival."""
 
+from dataclasses import replace
+
 import pytest
-from scheduling import World, make_config, make_tenant, submission
+from scheduling import VOCAB, World, make_config, make_tenant, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.batching.plan import StepPlan, StepResult
 from mlxd.scheduler.events import Finished, Submission
 from mlxd.scheduler.lane import Lane, TenantQueue
 from mlxd.scheduler.priority import Priority
@@ -152,6 +155,28 @@ def test_all_tokens_count_where_nothing_can_end_a_request_sooner(stop: tuple[int
     world.submit(request("x", at=world.now, deadline=deadline, max_tokens=60, stop_token_ids=stop))
     world.run()
     assert outcomes(world)["x"] == outcome
+
+
+class TracingRunner(FakeRunner):
+    """Its first decode step makes a graph, for a minute."""
+
+    _is_traced = False
+
+    def _wait(self, plan: StepPlan, result: StepResult) -> StepResult:
+        result = super()._wait(plan, result)
+        if self._is_traced or not plan.decode:
+            return result
+        self._is_traced = True
+        return replace(result, decode_s=60.0, traced=True)
+
+
+def test_a_step_that_made_a_graph_makes_nobody_hopeless() -> None:
+    runner = TracingRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB, decode_s=0.1)
+    world = World(make_config(any_class("acme")), runner)  # type: ignore[arg-type]
+    for name in ("traces", "x"):
+        world.submit(request(name, at=world.now, deadline=world.now + 30.0, max_tokens=8))
+        world.run()
+    assert outcomes(world) == {"traces": "length", "x": "length"}
 
 
 def test_a_request_without_a_measured_speed_is_given_a_chance() -> None:
