@@ -10,7 +10,8 @@ from pathlib import Path
 from stat import S_ISREG
 from threading import Lock
 
-from mlxd.caches.files import open_file
+from mlxd.caches.files import open_file, replace_file, write_synced
+from mlxd.caches.namespaces import Namespaces
 
 _SECRET_BYTES = 32
 _PAGES = "pages"
@@ -30,6 +31,7 @@ class DiskStore:
 
     Attributes:
         secret: random, made with the folder; readable by its owner alone.
+        namespaces: of those whose files they are.
         num_evicted: files given up for others since the start.
     """
 
@@ -47,6 +49,7 @@ class DiskStore:
         self._lock_file = _lock(folder / "lock")
         try:
             self.secret = _secret(folder / "secret")
+            self.namespaces = Namespaces(folder / "namespaces")
             self._sizes = self._scan()
             self._used_bytes = sum(self._sizes.values())
             self._make_room(0)
@@ -107,7 +110,7 @@ class DiskStore:
         path = self._path(key)
         temporary = path.with_suffix(_TEMPORARY)
         try:
-            _write_synced(temporary, parts)
+            write_synced(temporary, parts)
             with self._mutex:
                 os.replace(temporary, path)
                 self._sizes[key] = size
@@ -200,18 +203,8 @@ def _secret(path: Path) -> bytes:
         if len(secret) == _SECRET_BYTES:
             return secret
     secret = secrets.token_bytes(_SECRET_BYTES)
-    temporary = path.with_suffix(_TEMPORARY)
-    _unlink(temporary)
-    _write_synced(temporary, [secret])
-    os.replace(temporary, path)
+    replace_file(path, secret)
     return secret
-
-
-def _write_synced(path: Path, parts: Sequence[bytes]) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _unlink(path: Path) -> None:

@@ -24,6 +24,7 @@ class DiskTier:
 
     Attributes:
         is_off: the disk failed.
+        namespaces: of those whose pages they are.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class DiskTier:
             queue_bytes: of pages that wait to be written; two may always wait.
         """
         self.is_off = False
+        self.namespaces = store.namespaces
         self._store = store
         self._codec = codec
         self._clock = clock

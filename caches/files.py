@@ -1,8 +1,9 @@
-"""Files that somebody names: read within a bound, and never waited for."""
+"""Files: read within a bound and never waited for, written whole or not at all."""
 
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,3 +48,19 @@ def read_file(path: str | Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:  # it grew
         raise _too_large(max_bytes)
     return content
+
+
+def write_synced(path: Path, parts: Sequence[bytes]) -> None:
+    """Write a file that its owner alone may use; blocks until it is on disk. Raises OSError."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """As `write_synced`, but at every moment what was there before, or this, is there whole."""
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    write_synced(temporary, [content])
+    os.replace(temporary, path)

@@ -1,6 +1,6 @@
 """The KV memory rows live in: one pool a group, and the ledger over all."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from mlxd.batching.plan import RestoredPage
 from mlxd.batching.row import Row
@@ -97,6 +97,11 @@ class KvSpace:
             return True
         needed = request.worst_case if request.num_preemptions else self._ledger.worst_case(request.num_known)
         return all(n <= p.num_pages - p.num_used for n, p in zip(needed.pages, self._pools, strict=True))
+
+    def keep_tenants(self, names: Set[str]) -> None:
+        """These are the tenants from now on: nobody finds what others computed."""
+        if self._reuse is not None:
+            self._reuse.keep_tenants(names)
 
     def enter(self, row_id: int, request: Request, token_s: float) -> Row:
         """Reserve the worst case; the row's tables begin with the cached pages of its known tokens.

@@ -1,14 +1,18 @@
 """What requests find of earlier ones of their tenant, in memory and on disk."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from mlxd.batching.row import Row
 from mlxd.caches.chain import PageChain
 from mlxd.caches.disk_tier import DiskTier
+from mlxd.caches.namespaces import Namespaces
 from mlxd.caches.prefix import PrefixCache
 from mlxd.metrics.stats import DiskStats
 from mlxd.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
 
 _MOST_SAVED = 8
 """Pages exported at once, between two steps."""
@@ -26,7 +30,15 @@ class PrefixReuse:
         """`disk`: prefixes that are not in memory are looked for there."""
         self.prefix = prefix
         self._disk = disk
+        self._namespaces = Namespaces() if disk is None else disk.namespaces
         self._num_waited = 0
+
+    def keep_tenants(self, names: Set[str]) -> None:
+        """These are the tenants from now on: nobody finds what others left."""
+        try:
+            self._namespaces.keep(names)
+        except OSError as error:
+            logger.warning("prefixes of tenants that are gone may be found after a restart: %s", error)
 
     def enter(self, request: Request, row: Row, token_s: float) -> None:
         """Have an entering row begin with what is known of its tokens, but for the last one.
@@ -35,7 +47,7 @@ class PrefixReuse:
             token_s: seconds in which a token of prefill is computed; slower disks are not asked.
         """
         if request.chain is None:
-            request.chain = self.prefix.chain(request.tenant)
+            request.chain = self.prefix.chain(self._namespaces[request.tenant])
         chain = request.chain
         most = self._extend(chain, request, request.num_known - 1)
         if self._disk is not None:

@@ -140,8 +140,8 @@ def test_a_page_that_is_saved_again_while_its_bad_self_is_written_is_the_good_on
             go_on.wait()
         write(path, parts)
 
-    write = disk_store._write_synced
-    monkeypatch.setattr(disk_store, "_write_synced", write_slowly)
+    write = disk_store.write_synced
+    monkeypatch.setattr(disk_store, "write_synced", write_slowly)
     tier = DiskTier(store, codec, clock=lambda: 0.0, step_s=NEVER_S)
     name = PageName(b"k" * 32, b"p" * 32, 0)
     size = codec.formats[0].page_bytes

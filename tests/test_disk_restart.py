@@ -143,6 +143,16 @@ def test_the_engine_keeps_prefixes_over_a_restart_and_tells_of_it(tmp_path: Path
         assert served.disk.load_s > 0
 
 
+def test_a_tenant_that_was_gone_at_a_start_finds_nothing_again(tmp_path: Path) -> None:
+    acme, beta = make_tenant("acme"), make_tenant("beta")
+    found = []
+    for tenants in ([acme, beta], [acme, beta], [beta], [acme, beta], [acme, beta]):
+        with Served(disk_config(tmp_path / "disk", make_config(*tenants))) as served:
+            if acme in tenants:
+                found.append(served.cached_tokens("x", range(240)))
+    assert found == [0, 224, 0, 224]
+
+
 def test_without_a_disk_there_is_nothing_to_tell(tmp_path: Path) -> None:
     with Served(make_config()) as served:
         served.cached_tokens("x", range(100))

@@ -162,6 +162,19 @@ def test_tenants_with_equal_prompts_never_hit_each_other() -> None:
     assert hits == [{"acme": 32}, {"beta": 32}]
 
 
+def test_who_gets_the_name_of_a_tenant_that_is_gone_finds_nothing_of_what_it_sent() -> None:
+    """And who had it all the time finds it."""
+    acme, beta = make_tenant("acme"), make_tenant("beta")
+    world = world_of(make_config(acme, beta))
+    for name in ("acme", "beta"):
+        serve(world, name, tenant=name)
+    world.scheduler.set_tenants([beta], world.now)
+    world.scheduler.set_tenants([acme, beta], world.now)
+    assert serve(world, "another's", tenant="acme") == 0
+    assert serve(world, "its own", tenant="acme") == 32
+    assert serve(world, "still", tenant="beta") == 32
+
+
 def test_equal_prompts_at_one_instant_all_end_alike_and_all_hit_the_second_time() -> None:
     world = world_of()
     for wave in range(2):
