@@ -1,8 +1,9 @@
 """A client that is closed ends all that waits on it, wherever it waits, with one error."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from mlxd.scheduler.client import AsyncClient, Client
 from mlxd.scheduler.connection import Connection
 from mlxd.scheduler.errors import ConnectionLostError, RejectedError
 from mlxd.scheduler.replies import reply_of
+from mlxd.scheduler.request_options import new_id
 from mlxd.scheduler.results import TextChunk
 from mlxd.scheduler.transport import Transport, ZmqTransport
 
@@ -82,7 +84,7 @@ def stream(client: Client) -> list[TextChunk]:
 VERBS: dict[str, Callable[[Client], object]] = {
     "generate": lambda client: client.generate("hi"),
     "stream": stream,
-    "resume": lambda client: list(client.resume("a")),
+    "resume": lambda client: list(client.resume(new_id())),
     "cancel": lambda client: client.cancel("a"),
     "status": Client.status,
     "ping": Client.ping,
@@ -108,6 +110,14 @@ def begun(work: Callable[[], _T]) -> "Future[_T]":
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+@pytest.fixture(autouse=True)
+def silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nobody is told but the callers."""
+    yield
+    gc.collect()
+    assert not [*caplog.get_records("call"), *caplog.records]
 
 
 def check_closed(*callers: "Future[object]") -> None:
