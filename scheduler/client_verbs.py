@@ -18,7 +18,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.access import Access
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
-from mlxd.scheduler.errors import InvalidPromptError, MlxdError, RejectedError
+from mlxd.scheduler.errors import InvalidPromptError, MlxdError, RejectedError, RequestFailedError
 from mlxd.scheduler.frames import MAX_STRING_BYTES
 from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.request_options import new_id
@@ -62,6 +62,14 @@ def generate(access: Access, inputs: Sequence[Input], sampling: SamplingParams, 
 def resume(access: Access, request_id: str, seq: int) -> None:
     """Print the answer to an earlier request as it comes, from piece `seq` on."""
     asyncio.run(_stream(access, lambda client: client.resume(request_id, seq)))
+
+
+def cancel(access: Access, request_id: str) -> None:
+    """End the tenant's open request of that id. Raises RequestFailedError "gone" where there is none."""
+    with access.client() as client:
+        if not client.cancel(request_id):
+            raise RequestFailedError("gone", f"no open request has the id {request_id!r}")
+    print(f"cancelling {request_id}")
 
 
 def chat(access: Access, system: str | None, sampling: SamplingParams) -> None:

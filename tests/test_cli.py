@@ -53,7 +53,7 @@ def test_without_a_verb_help_is_printed(capsys: Run) -> None:
     assert cli.run([]) == 0
     out = capsys.readouterr().out
     assert all(
-        verb in out for verb in ("serve", "check", "generate", "chat", "status", "drain", "pull", "token")
+        verb in out for verb in ("serve", "check", "generate", "chat", "status", "cancel", "drain", "pull", "token")
     )
     assert "..." not in out.split("Commands:")[1], "a verb's short help is cut off"
 
