@@ -61,7 +61,7 @@ def check(path: Path) -> None:
 
 
 def pull(model: str) -> None:
-    """Fetch a model where it is not there yet, and print its folder. Raises ConfigError where there is none."""
+    """Fetch a model where it is not there yet, and print its folder. Raises ConfigError for a wrong name."""
     ensure_blas()
     from mlxd.batching.model import resolve
 

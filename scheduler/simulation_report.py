@@ -64,7 +64,7 @@ def _seconds(ordered: Sequence[float], share: float) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError where a plot cannot be drawn, or not at `path`: to be asked before a long simulation."""
+    """Raises ConfigError where no plot can be drawn at `path`: to be asked before a long simulation."""
     if path.suffix.lower() not in _PLOT_SUFFIXES:
         raise ConfigError(f"--plot is '{path}'; its name must end in {', '.join(_PLOT_SUFFIXES)}")
     if not path.parent.is_dir():
@@ -74,7 +74,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_service(records: Mapping[str, Record], path: Path) -> None:
-    """Draw service over time, a line a tenant and a panel a policy. Raises ConfigError where it cannot be written."""
+    """Draw service over time, a line a tenant and a panel a policy. Raises ConfigError if it cannot write."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7 * len(records), 4), layout="constrained")

@@ -148,7 +148,9 @@ def test_a_column_that_says_nothing_of_any_tenant_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("journal", [None, JournalStatus(fsync="always")], ids=["no journal", "journal"])
-def test_no_heading_and_no_number_is_cut_off_on_a_terminal_of_80_columns(journal: JournalStatus | None) -> None:
+def test_no_heading_and_no_number_is_cut_off_on_a_terminal_of_80_columns(
+    journal: JournalStatus | None,
+) -> None:
     tenant = TenantStatus(
         weight=2.5,
         waiting=112,

@@ -79,11 +79,12 @@ def test_python_shown_compiles(path: Path) -> None:
         compile(block, path.name, "exec")
 
 
-def test_configuration_snippets_are_valid() -> None:
-    blocks = code_blocks(ROOT / "docs/configuration.md", "yaml")
+@pytest.mark.parametrize("page", ["configuration.md", "security.md"])
+def test_configuration_snippets_are_valid(page: str) -> None:
+    blocks = code_blocks(ROOT / "docs" / page, "yaml")
     assert blocks
     for block in blocks:
-        Config.parse(block, "docs/configuration.md")
+        Config.parse(block, page)
 
 
 def documented_settings(page: str) -> dict[str, dict[str, str]]:
