@@ -156,16 +156,25 @@ async def _complete(
     failures = 0
     async with access.async_client() as client:
         tasks = [asyncio.create_task(_answer(client, asked, sampling)) for asked in inputs]
-        for index, (asked, task) in enumerate(zip(inputs, tasks, strict=True)):
-            answer = await task
-            if isinstance(answer, MlxdError):
-                failures += 1
-                print(f"mlxd: prompt {index + 1}: {answer}", file=sys.stderr)
-            if as_json:
-                print(_as_json(index, asked, answer), flush=True)
-            elif isinstance(answer, Completion):
-                print(f"[{index + 1}] {asked.text}\n{answer.text}\n", flush=True)
+        try:
+            for index, (asked, task) in enumerate(zip(inputs, tasks, strict=True)):
+                answer = await task
+                failures += isinstance(answer, MlxdError)
+                _tell(index, asked, answer, as_json=as_json)
+        finally:  # after a Ctrl-C requests are cancelled while there is a connection
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
     return not failures
+
+
+def _tell(index: int, asked: Input, answer: Completion | MlxdError, *, as_json: bool) -> None:
+    if isinstance(answer, MlxdError):
+        print(f"mlxd: prompt {index + 1}: {answer}", file=sys.stderr)
+    if as_json:
+        print(_as_json(index, asked, answer), flush=True)
+    elif isinstance(answer, Completion):
+        print(f"[{index + 1}] {asked.text}\n{answer.text}\n", flush=True)
 
 
 async def _answer(client: AsyncClient, asked: Input, sampling: SamplingParams) -> Completion | MlxdError:

@@ -263,7 +263,7 @@ class _Table(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unbounded = options.update(width=_PIPE_WIDTH)
         if self.__rich_measure__(console, unbounded).maximum > options.max_width:
-            self.padding = 0  # type: ignore[assignment]
+            self.padding = 0
         return super().__rich_console__(console, options)
 
 
