@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.connection import Connection, Mailbox
+from mlxd.scheduler.connection import Connection, Mailbox, cancel_address
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
     ConnectionLostError,
@@ -23,6 +23,8 @@ from mlxd.scheduler.protocol import encode, kind_of
 
 MIN_RETRY_S = 0.05
 RECONNECT_S = 0.2
+LEAVE_S = 1.0
+"""Longest wait for the answer to a cancel on the way out."""
 
 
 class ClientRequest:
@@ -197,7 +199,15 @@ class ClientRequest:
         is_ours = isinstance(self._message, wire.Generate)
         try:
             if self._connection is not None and is_ours and not self._has_ended:
-                with suppress(ConnectionLostError):  # the daemon sees that it is lost
-                    await self._connection.send(wire.Cancel(id=self._message.id))
+                await self._cancel(self._connection)
         finally:
             self._stack.close()
+
+    async def _cancel(self, connection: Connection) -> None:
+        """Waits for the answer: what a daemon has not read when a connection is closed, it drops."""
+        message = wire.Cancel(id=self._message.id)
+        address = cancel_address(message.id)
+        with suppress(MlxdError, TimeoutError), connection.mailbox(address, kind_of(message)) as mailbox:
+            async with asyncio.timeout(LEAVE_S):
+                await connection.send(message)
+                await mailbox.next()
