@@ -1,6 +1,5 @@
 """The command line: what each verb takes. What a verb does is in `client_verbs` and `daemon_verbs`."""
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,6 +16,7 @@ from mlxd.scheduler.access import Access, reaches_daemon
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from mlxd.scheduler.request_options import new_id
+from mlxd.scheduler.standard_streams import give_up_stdout
 
 app = typer.Typer(
     name="mlxd",
@@ -266,9 +266,11 @@ def run(arguments: list[str]) -> int:
     except MlxdError as error:
         return _fail(str(error), EXIT_FAILED)
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up_stdout()
         return EXIT_FAILED
+    except OSError as error:
+        give_up_stdout()
+        return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", EXIT_FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
 
@@ -279,7 +281,8 @@ def _check_text(arguments: Sequence[str]) -> None:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"the argument {argument!r} is not UTF-8 text") from None
+            encoding = sys.getfilesystemencoding().upper()
+            raise ConfigError(f"the argument {argument!r} is not {encoding} text") from None
 
 
 def _fail(message: str, code: int) -> int:
