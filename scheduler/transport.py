@@ -90,7 +90,7 @@ class ZmqTransport:
         Raises:
             ClientTimeoutError: nobody answered, or there is no such ipc socket.
             UnauthenticatedError: the token or key is no tenant's, or the server's key is not this daemon's.
-            ConfigError: the endpoint is not one, or none for such a login.
+            ConfigError: the endpoint is not one, or none for such a login; or there can be no more sockets.
             InvalidParamError: the token is no text.
             ProtocolError: the daemon refused for another reason; `code` says which.
         """
@@ -109,6 +109,8 @@ class ZmqTransport:
         except TimeoutError:
             text = f"no answer from {endpoint} within {patience_s:g} s; is the daemon running?"
             raise ClientTimeoutError(text) from None
+        except zmq.ZMQError as error:
+            raise ConfigError(f"no socket for {endpoint}: {error.strerror}") from None
         return cls(submit, control)
 
     async def send(self, message: wire.ClientMessage) -> None:
