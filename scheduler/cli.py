@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from mlxd.batching.blas import BlasError
 from mlxd.batching.errors import InvalidParamError, InvalidPromptError, MlxdError
 from mlxd.scheduler import client_verbs, daemon_verbs, keys, simulate_verb, tokens
 from mlxd.scheduler import options as opt
@@ -259,7 +260,7 @@ def run(arguments: list[str]) -> int:
         code = app(arguments, prog_name="mlxd", standalone_mode=False)
         sys.stdout.flush()
         return code or EXIT_OK
-    except (ConfigError, InvalidParamError, InvalidPromptError) as error:
+    except (BlasError, ConfigError, InvalidParamError, InvalidPromptError) as error:
         return _fail(str(error), EXIT_BAD_INPUT)
     except TyperException as error:
         return _fail(error.format_message().replace(": Value error, ", ": "), EXIT_BAD_INPUT)
