@@ -17,7 +17,7 @@ from mlxd.scheduler.access import Access, reaches_daemon
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from mlxd.scheduler.request_options import new_id
-from mlxd.scheduler.standard_streams import give_up_stdout
+from mlxd.scheduler.standard_streams import flush_or_drop_stdout
 
 app = typer.Typer(
     name="mlxd",
@@ -161,9 +161,10 @@ def generate(
     )
     texts = [client_verbs.read_prompt() if prompt == "-" else prompt for prompt in prompts]
     deadline_ms = None if deadline_s is None else round(1000 * deadline_s)
+    ids = [new_id() for _ in texts] if request_id is None else [request_id]
     inputs = [
-        client_verbs.Input(text, chat, system, priority, deadline_ms, request_id or new_id())
-        for text in texts
+        client_verbs.Input(text, chat, system, priority, deadline_ms, each)
+        for text, each in zip(texts, ids, strict=True)
     ]
     if not client_verbs.generate(access, inputs, sampling, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
@@ -267,10 +268,10 @@ def run(arguments: list[str]) -> int:
     except MlxdError as error:
         return _fail(str(error), EXIT_FAILED)
     except BrokenPipeError:
-        give_up_stdout()
+        flush_or_drop_stdout()
         return EXIT_FAILED
     except OSError as error:
-        give_up_stdout()
+        flush_or_drop_stdout()
         return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", EXIT_FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED

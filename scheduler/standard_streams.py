@@ -32,8 +32,11 @@ def _open(number: int) -> None:
         os.set_inheritable(number, True)
 
 
-def give_up_stdout() -> None:
-    """Drop what waits to be printed: Python would try once more at its end."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+def flush_or_drop_stdout() -> None:
+    """What cannot be printed is dropped: Python would try once more at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
