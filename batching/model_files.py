@@ -19,6 +19,7 @@ _CONTEXT_KEYS = (
     "seq_length",
     "model_max_length",
 )
+_LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _LONGEST_REAL_CONTEXT = 10**9  # tokenizers without a limit declare 10**30
 _HEADER_LENGTH_BYTES = 8
 MAX_TEXT_BYTES = 256 * 2**20
@@ -56,10 +57,16 @@ def inspect(folder: Path) -> ModelFiles:
     vocab_size = _positive(config, ("vocab_size",))
     if vocab_size is None:
         raise ModelError(f"{folder / 'config.json'} names no positive 'vocab_size'")
+    weights = _weight_files(folder)
+    num_tensors = sum(map(_check_safetensors, weights))
+    num_layers = _positive(config, _LAYER_KEYS)
+    if num_layers is not None and num_layers > num_tensors:  # they would be built before they are compared
+        text = f"names {num_layers} layers; its weight files have {num_tensors} tensors, at least one a layer"
+        raise ModelError(f"{folder / 'config.json'} {text}")
     return ModelFiles(
         folder=folder,
         config=config,
-        weights=_whole_weight_files(folder),
+        weights=weights,
         vocab_size=vocab_size,
         max_model_len=_context_length(folder, config),
         eos_token_ids=declared_eos_token_ids(folder),
@@ -120,22 +127,20 @@ def _context_length(folder: Path, config: dict[str, object]) -> int | None:
     return length if length is not None and length < _LONGEST_REAL_CONTEXT else None
 
 
-def _whole_weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files mlx-lm loads, each of the size its header says, and all that an index asks for."""
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files mlx-lm loads, and all that an index asks for."""
     index = read_optional_json_object(folder / "model.safetensors.index.json").get("weight_map")
     files = sorted(folder.glob("model*.safetensors"))
-    wanted = set(index.values()) if isinstance(index, dict) else set()
-    if missing := sorted(str(name) for name in wanted - {file.name for file in files}):
+    wanted = set(map(str, index.values())) if isinstance(index, dict) else set()
+    if missing := sorted(wanted - {file.name for file in files}):
         raise ModelError(f"{folder} lacks weight files its index names: {', '.join(missing)}")
     if not files:
         raise ModelError(f"{folder} holds no model*.safetensors")
-    for file in files:
-        _check_safetensors(file)
     return tuple(files)
 
 
-def _check_safetensors(path: Path) -> None:
-    """A safetensors file: 8 bytes of header length, a JSON header with each tensor's place, the tensors."""
+def _check_safetensors(path: Path) -> int:
+    """8 bytes of header length, a JSON header with each tensor's place, the tensors; how many these are."""
     try:
         with open_file(path, sys.maxsize) as file:
             size = os.fstat(file.fileno()).st_size
@@ -151,10 +156,11 @@ def _check_safetensors(path: Path) -> None:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        tensors = json.loads(header)
-        end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)
+        tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
+        end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
         needed = int(end) + _HEADER_LENGTH_BYTES + header_length
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} is not a safetensors file: its header cannot be read") from error
     if size != needed:
         raise ModelError(f"{path} is damaged: it has {size} bytes, its header says {needed}")
+    return len(tensors)

@@ -69,7 +69,7 @@ class Tokenizer:
             ModelError: there is no tokenizer, it is damaged, or its chat template is.
         """
         config = read_optional_json_object(folder / "tokenizer_config.json")
-        special_tokens = {name: token for name in _SPECIAL_TOKENS if (token := _content(config.get(name)))}
+        special_tokens = {name: token for name in _SPECIAL_TOKENS if (token := _content(config, name))}
         add_bos = config.get("add_bos_token")
         return cls(
             _read_backend(folder),
@@ -151,8 +151,15 @@ def _max_token_chars(backend: Backend) -> int | None:
     return max(len(token) for token in backend.get_vocab(with_added_tokens=True))
 
 
-def _content(token: object) -> str:
-    """A special token as the config spells it: plain, or an object with its content."""
+def _content(config: Mapping[str, object], name: str) -> str:
+    """A special token as the config spells it: plain, or an object with its content. Raises ModelError."""
+    token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")
-    return token if isinstance(token, str) else ""
+    if not isinstance(token, str):
+        return ""
+    try:
+        token.encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"tokenizer_config.json: {name} is {token!r}, which is no text") from error
+    return token

@@ -23,7 +23,8 @@ def user_cache_folder() -> Path:
             raise ModelError(f"MLXD_CACHE is {folder!r}; there is no such home folder") from error
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlxd"
-    if folder := os.environ.get("XDG_CACHE_HOME"):
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(folder):  # a relative one is to be ignored, says the standard
         return Path(folder) / "mlxd"
     return Path.home() / ".cache" / "mlxd"
 

@@ -5,10 +5,12 @@ import signal
 import sys
 
 from mlxd.scheduler.exit_codes import EXIT_INTERRUPTED
+from mlxd.scheduler.standard_streams import open_standard_streams
 
 
 def main() -> None:
     """Run one verb and exit with its code."""
+    open_standard_streams()
     at_ctrl_c = signal.getsignal(signal.SIGINT)
     _leave_at_ctrl_c()  # the imports take long enough to be interrupted
     from mlxd.scheduler.cli import run

@@ -1,6 +1,5 @@
 """The command line: what each verb takes. What a verb does is in `client_verbs` and `daemon_verbs`."""
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from mlxd.batching.blas import BlasError
 from mlxd.batching.errors import InvalidParamError, InvalidPromptError, MlxdError
 from mlxd.scheduler import client_verbs, daemon_verbs, keys, simulate_verb, tokens
 from mlxd.scheduler import options as opt
@@ -17,6 +17,7 @@ from mlxd.scheduler.access import Access, reaches_daemon
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from mlxd.scheduler.request_options import new_id
+from mlxd.scheduler.standard_streams import flush_or_drop_stdout
 
 app = typer.Typer(
     name="mlxd",
@@ -160,9 +161,10 @@ def generate(
     )
     texts = [client_verbs.read_prompt() if prompt == "-" else prompt for prompt in prompts]
     deadline_ms = None if deadline_s is None else round(1000 * deadline_s)
+    ids = [new_id() for _ in texts] if request_id is None else [request_id]
     inputs = [
-        client_verbs.Input(text, chat, system, priority, deadline_ms, request_id or new_id())
-        for text in texts
+        client_verbs.Input(text, chat, system, priority, deadline_ms, each)
+        for text, each in zip(texts, ids, strict=True)
     ]
     if not client_verbs.generate(access, inputs, sampling, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
@@ -269,16 +271,18 @@ def run(arguments: list[str]) -> int:
         code = app(arguments, prog_name="mlxd", standalone_mode=False)
         sys.stdout.flush()
         return code or EXIT_OK
-    except (ConfigError, InvalidParamError, InvalidPromptError) as error:
+    except (BlasError, ConfigError, InvalidParamError, InvalidPromptError) as error:
         return _fail(str(error), EXIT_BAD_INPUT)
     except TyperException as error:
         return _fail(error.format_message().replace(": Value error, ", ": "), EXIT_BAD_INPUT)
     except MlxdError as error:
         return _fail(str(error), EXIT_FAILED)
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush_or_drop_stdout()
         return EXIT_FAILED
+    except OSError as error:
+        flush_or_drop_stdout()
+        return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", EXIT_FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
 
@@ -289,7 +293,8 @@ def _check_text(arguments: Sequence[str]) -> None:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"the argument {argument!r} is not UTF-8 text") from None
+            encoding = sys.getfilesystemencoding().upper()
+            raise ConfigError(f"the argument {argument!r} is not {encoding} text") from None
 
 
 def _fail(message: str, code: int) -> int:

@@ -198,7 +198,7 @@ def _as_json(index: int, asked: Input, answer: Completion | MlxdError) -> str:
         }
         if answer.logprobs:
             fields["logprobs"] = [_logprobs_as_json(each) for each in answer.logprobs]
-    return json.dumps(fields, ensure_ascii=False)
+    return json.dumps(fields)
 
 
 def _logprobs_as_json(logprobs: TokenLogprobs) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _bounded(read: Callable[[int], str]) -> str:
     try:
         text = read(MAX_STRING_BYTES + 1)
     except UnicodeDecodeError:
-        raise InvalidPromptError("standard input is not UTF-8 text") from None
+        raise InvalidPromptError(f"standard input is not {sys.stdin.encoding.upper()} text") from None
     if len(text) > MAX_STRING_BYTES:
         raise InvalidPromptError(f"standard input has more than {MAX_STRING_BYTES} characters, the limit")
     return text

@@ -3,6 +3,7 @@
 Each rule yields a value's path and the sentence that follows it.
 """
 
+import os.path
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -80,7 +81,7 @@ def address_problems(server: ServerConfig) -> Iterator[Problem]:
     holders: dict[str, str] = {}
     for keys, address in addresses.items():
         name = show_path(keys)
-        first = holders.setdefault(address, name)
+        first = holders.setdefault(os.path.normpath(address), name)
         if first != name:
             yield keys, f"is {address!r}; it must differ from {first}"
         if address.removeprefix("tcp://") == server.metrics:

@@ -25,9 +25,12 @@ def is_own_id(peer: bytes) -> bool:
 
 
 def _is_later(peer: bytes, other: bytes) -> bool:
-    """Whether libzmq gave `peer` to a later connection than `other`; its count wraps at 32 bits."""
+    """Whether libzmq gave `peer` to a later connection than `other`; its count wraps at 32 bits.
+
+    An id of a peer's own making comes before all others: whoever has one is served nothing.
+    """
     if is_own_id(peer) or is_own_id(other):
-        return False
+        return not is_own_id(peer)
     distance = int.from_bytes(peer[1:], "big") - int.from_bytes(other[1:], "big")
     return 0 < distance % 2**32 < 2**31
 
@@ -87,13 +90,19 @@ class Connections:
             return session
         if session.peer and not _is_later(peer, session.peer):
             return Session(peer=peer, gone=True)  # a frame of the connection that had this descriptor before
-        if session.tenant is not None:
-            # A hello of that connection was taken for one of this: nobody may speak in its name.
-            self.shut(session)
-            return Session(peer=peer, gone=True)
+        if session.peer:
+            session = self._renewed(session)
         session.peer = peer
         if self._encrypted:  # elsewhere a User-Id is what the peer itself put into its greeting
             session.key = str(frame.get("User-Id"))
+        return session
+
+    def _renewed(self, earlier: Session) -> Session:
+        """What came so far came from the connection before it on this descriptor: this one is a stranger."""
+        self._strangers.pop(earlier.fd, None)
+        session = Session(fd=earlier.fd, opened_at=self._loop.time())
+        self._sessions[session.fd] = self._strangers[session.fd] = session
+        self._on_closed(earlier)
         return session
 
     def welcome(self, session: Session) -> None:

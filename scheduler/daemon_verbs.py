@@ -6,6 +6,7 @@ MLX is imported inside the functions: on Linux a fast BLAS takes effect only if 
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 def serve(path: Path, log_level: str) -> int:
     """Run the daemon to its end. Returns its exit code: 0 drained, 1 the engine failed."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload asked before the daemon takes it must not end it
     configure_logging(log_level)
     config = Config.load(path)
     blas = ensure_blas()

@@ -22,6 +22,7 @@ from mlxd.scheduler.schema import describe, field_names, is_secret, type_at
 
 MAX_BYTES = 4 * 2**20
 _MAX_DEPTH = 16
+_MAX_CHARS = 4096
 _MAX_SHOWN = 60
 _TAG = "tag:yaml.org,2002:"
 _WORDS = {None: "null", True: "true", False: "false"}
@@ -127,6 +128,8 @@ class _StrictLoader(yaml.SafeLoader):
             raise self._problem("aliases are not supported")
         if self.peek_event().tag is not None:  # type: ignore[no-untyped-call]
             raise self._problem("tags are not supported")
+        if self.check_event(yaml.ScalarEvent) and len(self.peek_event().value) > _MAX_CHARS:  # type: ignore[no-untyped-call]
+            raise self._problem(f"a value of more than {_MAX_CHARS} characters")
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise self._problem(f"nested more than {_MAX_DEPTH} levels deep")
@@ -141,7 +144,9 @@ class _StrictLoader(yaml.SafeLoader):
             if key.tag != f"{_TAG}str":
                 raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key.start_mark)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value}", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"duplicate key {_shortened(key.value)}", problem_mark=key.start_mark
+                )
             seen.add(key.value)
         return node
 
@@ -152,7 +157,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_finite(self, node: yaml.ScalarNode) -> float:
         value = self.construct_yaml_float(node)
         if not math.isfinite(value):
-            problem = f"{node.value} is not a finite number"
+            problem = f"{_shortened(node.value)} is not a finite number"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return value
 
@@ -198,5 +203,8 @@ def _one_line(text: object) -> str:
 def _show(value: object) -> str:
     if isinstance(value, dict | list):
         return "a map" if isinstance(value, dict) else f"a list of {len(value)}"
-    shown = _WORDS[value] if value is None or isinstance(value, bool) else repr(value)
-    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+    return _shortened(_WORDS[value] if value is None or isinstance(value, bool) else repr(value))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -130,7 +130,7 @@ class Door:
         frame = encode(message, session.encoding)
         result = _Push.FULL if session.outbox else self._push(session.peer, frame)
         if result is _Push.GONE:
-            self.lose(session)
+            self._forget(session)
         elif result is _Push.FULL:
             self._hold(session, message, frame)
         return len(frame)
@@ -184,7 +184,7 @@ class Door:
             if result is _Push.FULL:
                 return
             if result is _Push.GONE:
-                self.lose(session)
+                self._forget(session)
                 return
             session.outbox_bytes -= len(session.outbox.popleft())
         session.slow = False
@@ -199,8 +199,13 @@ class Door:
         """Forget a client that left, and close the connection of one that takes nothing."""
         if session.lost or self._socket.closed:
             return
-        session.lost = session.gone = True
+        session.lost = True  # what shutting finds closed comes here again
         self._connections.shut(session)
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        """Its connection is closed: what has the descriptor by now may be another one."""
+        session.lost = session.gone = True
         session.outbox.clear()
         session.outbox_bytes = 0
         self._backlog.discard(session)

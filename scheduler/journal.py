@@ -24,6 +24,7 @@ Then = Callable[[JournalError | None], None]
 """Gets None once the disk has it."""
 
 CLOSE_TIMEOUT_S = 5.0
+WARNING_INTERVAL_S = 10.0
 
 
 class Journal(Protocol):
@@ -123,6 +124,7 @@ class JournalWriter:
         self._entries = [entry for entry in file.load() if entry.key.tenant in tenants]
         self.usage = file.usage
         self._busy_since: float | None = None
+        self._quiet_until = 0.0
         self._file = file
         self._on_loop = on_loop
         self._recorder = recorder
@@ -204,9 +206,16 @@ class JournalWriter:
             errors = [error]
         for (change, then), failure in zip(changes, errors, strict=True):
             if failure is not None and not isinstance(change, Accept):
-                logger.warning("journal: a change was not written (%s): %s", type(change).__name__, failure)
+                self._warn(change, failure)
             then(failure)
         return errors.count(None)
+
+    def _warn(self, change: Change, failure: JournalError) -> None:
+        """One line an interval: on a full disk every request would have its own. Metrics count them all."""
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + WARNING_INTERVAL_S
+            logger.warning("journal: a change was not written (%s): %s", type(change).__name__, failure)
 
 
 def _nobody_waits(error: JournalError | None) -> None:

@@ -26,9 +26,10 @@ def allow_open_files() -> int:
 
 def check_open_files(max_clients: int, max_strangers: int, limit: int, num_sockets: int = 2) -> None:
     """Raises ConfigError where sockets full of clients and strangers need more than `limit` files."""
-    most = (limit - _OTHERS) // num_sockets - max_strangers
-    if max_clients > most:
+    needed = num_sockets * (max_clients + max_strangers) + _OTHERS
+    if needed > limit:
+        most = (limit - _OTHERS) // num_sockets - max_strangers
         raise ConfigError(
-            f"server.max_clients is {max_clients}; a limit of {limit} open files (ulimit -n) allows "
-            f"at most {max(0, most)}"
+            f"server.max_clients is {max_clients}, which takes {needed} open files; the limit (ulimit -n) is "
+            f"{limit}, enough for {max(0, most)} clients"
         )

@@ -1,5 +1,7 @@
 """Long stages of the start shown to whoever waits: bars on a terminal, a few lines elsewhere."""
 
+import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -12,24 +14,27 @@ _LINE_STEP = 0.25
 class ProgressBars:
     """A Progress callback: called with a stage's name and its share done, from one thread at a time.
 
-    Bars stay on the screen when their stages end, and logs are printed above those that run.
+    Bars stay on the screen when their stages end, and logs are printed above those that run. What cannot be
+    written is not shown, and stops nothing.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._told: dict[str, float] = {}
 
     def __call__(self, stage: str, fraction: float) -> None:
-        if self._console.is_terminal:
-            self._draw(stage, fraction)
-        else:
-            self._tell(stage, fraction)
+        with suppress(OSError):
+            if self._console.is_terminal:
+                self._draw(stage, fraction)
+            else:
+                self._tell(stage, fraction)
 
     def close(self) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
             self._live = None
             self._tasks.clear()
 
@@ -61,6 +66,5 @@ class ProgressBars:
         last = self._told.get(stage)
         if last is None or fraction >= last + _LINE_STEP or (fraction >= 1.0 > last):
             self._told[stage] = fraction
-            self._console.print(
-                f"mlxd: {stage} {fraction:.0%}", markup=False, highlight=False, soft_wrap=True
-            )
+            # Rich's own print ends the thread where the pipe is closed.
+            print(f"mlxd: {stage} {fraction:.0%}", file=self._console.file, flush=True)

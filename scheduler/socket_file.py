@@ -1,15 +1,19 @@
 """The files of ipc:// sockets: whose they are, and who may open them."""
 
+import fcntl
 import os
 import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 from mlxd.scheduler.errors import ConfigError
 
 BACKLOG = 128
+TURN_TRIES = 60
+TURN_TRY_S = 0.05
 
 
 def claim(path: Path) -> None:
@@ -53,18 +57,19 @@ class SocketFile:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError: the path is taken, or cannot be used."""
-        claim(path)
         self._path = path
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with _owner_only():
-                self.listener.bind(str(path))
-            self.listener.listen(BACKLOG)
-            self.listener.setblocking(False)
-            self._identity = _identity(path)
-        except OSError as error:
-            self.listener.close()
-            raise ConfigError(f"ipc://{path}: {error.strerror}") from None
+        with _turn_in(path.parent):
+            claim(path)
+            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                with _owner_only():
+                    self.listener.bind(str(path))
+                self.listener.listen(BACKLOG)
+                self.listener.setblocking(False)
+                self._identity = _identity(path)
+            except OSError as error:
+                self.listener.close()
+                raise ConfigError(f"ipc://{path}: {error.strerror}") from None
 
     def remove(self) -> None:
         """Remove the file, unless another daemon put its own there."""
@@ -76,6 +81,30 @@ class SocketFile:
 def _identity(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_dev, status.st_ino
+
+
+@contextmanager
+def _turn_in(folder: Path) -> Iterator[None]:
+    """One daemon at a time: of two that find a dead one's file, the later would remove the earlier's own.
+
+    Anybody who reads the folder may lock it, so nobody is waited for beyond a time.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # it is no folder, as `claim` says, or one that may be used and not read
+        yield
+        return
+    try:
+        for _ in range(TURN_TRIES):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                Event().wait(TURN_TRY_S)
+            else:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

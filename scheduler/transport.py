@@ -1,6 +1,8 @@
 """A client's connection to the daemon, behind a seam that tests can replace."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -90,7 +92,8 @@ class ZmqTransport:
         Raises:
             ClientTimeoutError: nobody answered, or there is no such ipc socket.
             UnauthenticatedError: the token or key is no tenant's, or the server's key is not this daemon's.
-            ConfigError: the endpoint is not one, or none for such a login.
+            ConfigError: the endpoint is not one, or none for such a login or user; or there can be no more
+                sockets.
             InvalidParamError: the token is no text.
             ProtocolError: the daemon refused for another reason; `code` says which.
         """
@@ -109,6 +112,8 @@ class ZmqTransport:
         except TimeoutError:
             text = f"no answer from {endpoint} within {patience_s:g} s; is the daemon running?"
             raise ClientTimeoutError(text) from None
+        except zmq.ZMQError as error:
+            raise ConfigError(f"no socket for {endpoint}: {error.strerror}") from None
         return cls(submit, control)
 
     async def send(self, message: wire.ClientMessage) -> None:
@@ -160,7 +165,12 @@ def _frame(message: wire.ClientMessage) -> bytes:
 
 
 async def _wait_for_socket(endpoint: str, wait_s: float) -> None:
-    """Raises ClientTimeoutError where an ipc socket is missing. ZeroMQ would wait for it without a word."""
+    """ZeroMQ would wait for an ipc socket without a word.
+
+    Raises:
+        ClientTimeoutError: it is missing.
+        ConfigError: this user may not use it.
+    """
     if not endpoint.startswith("ipc://"):
         return
     path = Path(endpoint.removeprefix("ipc://"))
@@ -171,6 +181,10 @@ async def _wait_for_socket(endpoint: str, wait_s: float) -> None:
     except TimeoutError:
         text = f"no daemon at {endpoint}: there is no such socket; is it running?"
         raise ClientTimeoutError(text) from None
+    except OSError as error:
+        raise ConfigError(f"endpoint {endpoint!r}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"endpoint {endpoint!r}: {os.strerror(errno.EACCES)}; the daemon is another user's")
 
 
 async def _join(endpoint: str, login: Login, hello: bytes) -> tuple[zmq.asyncio.Socket, wire.Welcome]:

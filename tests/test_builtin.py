@@ -300,3 +300,14 @@ def test_a_cache_folder_in_the_home_of_nobody_is_named(monkeypatch: pytest.Monke
     monkeypatch.setenv("MLXD_CACHE", "~nobody-here/cache")
     with pytest.raises(ModelError, match="MLXD_CACHE is '~nobody-here/cache'; there is no such home folder"):
         user_cache_folder()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has a place of its own")
+@pytest.mark.parametrize(
+    ("place", "folder"), [("/x", "/x/mlxd"), ("x", "/home/me/.cache/mlxd"), ("", "/home/me/.cache/mlxd")]
+)
+def test_the_caches_place_is_absolute(place: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLXD_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", place)
+    assert user_cache_folder() == Path(folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from mlxd.batching.blas import BlasError
 from mlxd.scheduler import cli, client_verbs, daemon_verbs
 from mlxd.scheduler.access import Access
 from mlxd.scheduler.config import Config
@@ -125,6 +126,7 @@ def test_bad_input_is_one_line_and_code_2(arguments: list[str], message: str, ca
 @pytest.mark.parametrize(
     ("error", "code"),
     [
+        (BlasError("MLXD_BLAS is 'x'"), 2),
         (ConfigError("x.yaml: is empty"), 2),
         (InvalidParamError("temperature", -1, "a number from 0 to 100"), 2),
         (InvalidPromptError("prompt is empty"), 2),

@@ -317,6 +317,8 @@ def test_an_id_names_one_request(daemon: Script, capsys: Capture) -> None:
     assert capsys.readouterr().err == "mlxd: --id names one request; there are 2 prompts\n"
     assert cli.run(["generate", "--id", "mine", "a"]) == 0
     assert [request.id for request in fake.requests] == ["mine"]
+    assert cli.run(["generate", "--id", "", "a"]) == 2
+    assert "id is ''; it must be 1 to 128 characters" in capsys.readouterr().err
 
 
 def test_the_in_process_example_runs_with_a_configuration(tmp_path: Path) -> None:

@@ -175,6 +175,10 @@ def test_whole_numbers_serve_as_fractions_of_seconds() -> None:
             "x.yaml:4: server.control is 'ipc:///tmp/mlxd.sock'; it must differ from server.submit",
         ),
         (
+            "server: {control: 'ipc:///tmp/../tmp/./mlxd.sock'}",
+            "x.yaml:4: server.control is 'ipc:///tmp/../tmp/./mlxd.sock'; it must differ from server.submit",
+        ),
+        (
             "server: {submit: 'tcp://127.0.0.1:9464'}",
             "x.yaml:4: server.metrics is '127.0.0.1:9464'; server.submit has that port",
         ),
@@ -220,6 +224,9 @@ def test_a_wrong_value_is_named_with_its_line_and_limit(section: str, message: s
         ("1: a", "x.yaml:1:1: a key must be text"),
         ("? [a]\n: b", "x.yaml:1:3: a key must be text"),
         ("a: &x 1\nb: *x", "x.yaml:2:4: aliases are not supported"),
+        ("a: " + "9" * 4097, "x.yaml:1:4: a value of more than 4096 characters"),
+        (f"? {'k' * 4097}\n: 1", "x.yaml:1:3: a value of more than 4096 characters"),
+        ("a: " + "9" * 1000 + ".5", f"x.yaml:1:4: {'9' * 60}... is not a finite number"),
         ("a: !!python/object:os.system {}", "x.yaml:1:4: tags are not supported"),
         ("a: " + "[" * 100_000, "x.yaml:1:19: nested more than 16 levels deep"),
         (

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import zmq
 
-CTRL_C_AT_IMPORT = """
+SIGNAL_AT_IMPORT = """
 import os, signal, sys
 from importlib.abc import MetaPathFinder
 
-class CtrlC(MetaPathFinder):
+class Sender(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == module:
             sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
-module = sys.argv.pop(1)
-sys.meta_path.insert(0, CtrlC())
+number, module = signal.Signals[sys.argv.pop(1)], sys.argv.pop(1)
+sys.meta_path.insert(0, Sender())
 from mlxd.scheduler.__main__ import main
 main()
 """
@@ -60,9 +60,19 @@ def test_ctrl_c_while_something_is_imported_ends_without_a_word(
     path = tmp_path / "file.yaml"
     path.write_text(TRACE if "simulate" in verb else CONFIG)
     arguments = verb.replace("FILE", str(path)).split()
-    command = [sys.executable, "-c", CTRL_C_AT_IMPORT, module, *arguments]
+    command = [sys.executable, "-c", SIGNAL_AT_IMPORT, "SIGINT", module, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert ended(process) == (130, "")
+
+
+@pytest.mark.parametrize("module", ["mlxd.scheduler.server", "prometheus_client"])
+def test_a_reload_that_comes_before_the_daemon_can_take_it_ends_nothing(module: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(CONFIG + f"server: {{submit: 'ipc://{tmp_path}/none/s'}}\n")
+    command = [sys.executable, "-c", SIGNAL_AT_IMPORT, "SIGHUP", module, "serve", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        code, errors = ended(process)
+    assert (code, errors.splitlines()[-1].endswith("none does not exist")) == (2, True)
 
 
 @pytest.mark.parametrize("verb", ["status", "generate x", "resume r", "drain"])

@@ -119,7 +119,7 @@ def test_a_write_that_hangs_shows(tmp_path: Path) -> None:
     assert not journal.is_alive
 
 
-def test_ends_and_beginnings_are_told_once_the_file_has_them(
+def test_ends_and_beginnings_are_told_once_the_file_has_them_and_failures_are_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, told = GatedFile(tmp_path / "j", lambda change: isinstance(change, End)), Told()
@@ -127,11 +127,13 @@ def test_ends_and_beginnings_are_told_once_the_file_has_them(
     told.accept(journal, 1)
     journal.start(key(1), Begun.AGAIN, told.then("start"))
     journal.end(key(1), Transcript.restored("1", RECORD), told.then("end"))
-    assert (journal.num_untold, told.errors) == (3, {})
+    journal.end(key(1), Transcript.restored("1", RECORD), told.then("again"))
+    assert (journal.num_untold, told.errors) == (4, {})
     file.gate.set()
-    told.wait(3)
-    assert (journal.num_untold, list(told.errors)) == (0, [1, "start", "end"])
-    assert [error and error.reason for error in told.errors.values()] == [None, None, "journal_full"]
+    told.wait(4)
+    assert (journal.num_untold, list(told.errors)) == (0, [1, "start", "end", "again"])
+    reasons = [error and error.reason for error in told.errors.values()]
+    assert reasons == [None, None, "journal_full", "journal_full"]
     assert [record.getMessage() for record in caplog.records] == [
         "journal: a change was not written (End): as asked"
     ]

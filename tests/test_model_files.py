@@ -79,6 +79,14 @@ def test_whole_folder_passes(folder: Path) -> None:
             lambda f: index(f, "model.safetensors", "model-00002-of-00002.safetensors"),
             r"lacks weight files its index names: model-00002-of-00002\.safetensors",
         ),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"w": ["x"]}}'),
+            r"lacks weight files its index names: \['x'\]",
+        ),
+        (
+            lambda f: set_config(f, num_hidden_layers=2**31),
+            r"config\.json names 2147483648 layers; its weight files have 1 tensors",
+        ),
         (lambda f: (f / "tokenizer_config.json").write_text("?"), r"tokenizer_config\.json is not JSON"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import math
 import os
 import socket
 import struct
@@ -17,6 +18,7 @@ from wire_daemon import Peer
 from mlxd.scheduler import door as door_module
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import TenantConfig
+from mlxd.scheduler.door import Door
 from mlxd.scheduler.events import Usage
 from mlxd.scheduler.session import Session
 
@@ -244,9 +246,21 @@ def test_frames_of_a_connection_that_is_closed_have_a_session_that_is_gone(tmp_p
     with_door(tmp_path, scenario)
 
 
-def test_a_connection_is_heard_though_the_one_before_it_left_a_frame_unread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("routing_id", [b"", b"own"], ids=["automatic", "own"])
+@pytest.mark.parametrize("fate", ["unheard", "admitted", "answered"])
+def test_a_connection_is_its_own_though_the_one_before_it_left_a_frame_unread(
+    fate: str, routing_id: bytes, tmp_path: Path
+) -> None:
+    def meet(door: Door, earlier: Session) -> None:
+        if fate == "unheard":
+            earlier.patience.deaf_until = math.inf
+        else:
+            door.admit(earlier, ACME)
+        if fate == "answered":
+            door.send(earlier, chunk(0))
+
     async def scenario(watched: Watched) -> None:
-        with Peer(watched.address) as peer:
+        with Peer(watched.address, routing_id=routing_id) as peer:
             before = await watched.arrived(peer)
             peer.raw(b"last")
             time.sleep(0.05)  # without a turn for the loop, so that the door does not hear of it
@@ -256,11 +270,21 @@ def test_a_connection_is_heard_though_the_one_before_it_left_a_frame_unread(tmp_
             peer.raw(b"first")
             while not is_open_file(before.fd):
                 time.sleep(0.001)
-            heard = {
-                tuple(frames): session for session, frames in [await watched.door.receive() for _ in "12"]
-            }
-            assert heard[(b"first",)].fd == before.fd
-            assert not heard[(b"first",)].gone
+            heard = {}
+            for _ in range(2):
+                session, (frame,) = await watched.door.receive()
+                heard[frame] = session
+                if frame == b"last" and not session.gone:
+                    meet(watched.door, session)
+            new, earlier = heard[b"first"], heard[b"last"]
+            assert (new.fd, new.gone, new.tenant, new.patience.deaf_until) == (before.fd, False, None, 0.0)
+            assert earlier.gone
+            assert watched.door.clients == set()
+            watched.door.admit(new, ACME)
+            watched.door.send(earlier, chunk(0))
+            watched.door.send(new, chunk(1))
+            assert (await asyncio.to_thread(peer.receive))["seq"] == 1
+            assert watched.door.clients == {new}
 
     with_door(tmp_path, scenario)
 

@@ -1,6 +1,7 @@
 """How a daemon starts, what stops it, and clients that are there before it."""
 
 import asyncio
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,28 @@ def test_a_socket_that_is_not_there_is_told_at_once_or_when_the_wait_is_over(
     ):
         client.ping()
     assert wait_s <= time.monotonic() - begun < 5
+
+
+def test_a_socket_that_this_user_may_not_use_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    endpoint = f"ipc://{tmp_path}/theirs"
+    (tmp_path / "theirs").touch()
+    with (
+        Client(endpoint, token="t", timeout_s=60) as client,
+        pytest.raises(ConfigError, match=f"'{endpoint}': Permission denied; the daemon is another user's"),
+    ):
+        client.ping()
+
+
+def test_a_socket_that_cannot_be_looked_for_is_told_with_the_reason(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/{'x' * 300}"
+    with (
+        Client(endpoint, token="t", timeout_s=60, wait_s=60) as client,
+        pytest.raises(ConfigError, match=f"endpoint '{endpoint}': File name too long"),
+    ):
+        client.ping()
 
 
 def test_a_socket_where_nobody_answers_is_a_timeout_that_names_the_endpoint(tmp_path: Path) -> None:

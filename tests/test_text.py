@@ -203,3 +203,10 @@ def test_space_marked_tokenizer_round_trips() -> None:
     tokenizer = Tokenizer(space_marked(), special_tokens={})
     text = "the cat sat, 你好 😀"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("token", ["\ud800", {"content": "a\udfff"}], ids=["plain", "object"])
+def test_a_special_token_that_is_no_text_is_named(tmp_path: Path, token: object) -> None:
+    folder = write_folder(tmp_path, {"eos_token": token})
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: eos_token is '.*', which is no text"):
+        Tokenizer.load(folder)
