@@ -143,6 +143,21 @@ def test_what_is_measured_to_end_too_late_ends_before_its_prefill() -> None:
     assert outcomes(world)["fits"] == "length"
 
 
+def test_what_is_kept_of_a_prompt_takes_no_time() -> None:
+    """A token of prefill takes 0.1 s: 96 of them do not fit 4 seconds, but all of them are there already."""
+    world = world_of(any_class("acme"), any_class("other"))
+    world.submit(request("cold", num_prompt=97))
+    world.run()
+    for name, tenant in (("warm", "acme"), ("not its own", "other")):
+        world.submit(
+            request(name, tenant=tenant, at=world.now, deadline=world.now + 4.0, num_prompt=97, max_tokens=1)
+        )
+    world.run()
+    assert outcomes(world) == {"cold": "length", "warm": "length", "not its own": "hopeless"}
+    [end] = [e for e in world.events if isinstance(e, Finished) and e.outcome == "hopeless"]
+    assert "it takes 9.6" in end.error
+
+
 @pytest.mark.parametrize(("stop", "outcome"), [((), "hopeless"), ((5,), "expired")])
 def test_all_tokens_count_where_nothing_can_end_a_request_sooner(stop: tuple[int, ...], outcome: str) -> None:
     world = world_of(any_class("acme"), decode_s=1.0)
