@@ -98,6 +98,7 @@ class DecodeStep:
         self._groups = groups
         self._rotations = note_rotations(model)
         self._graphs: OrderedDict[Bucket, StepFunction | None] = OrderedDict()
+        self._shown: tuple[str, ...] | None = None
         self._traces = _Traces()
         self._tables: dict[str, tuple[mx.array, mx.array]] = {}
         self.enabled = True
@@ -113,8 +114,10 @@ class DecodeStep:
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        """Of graphs that are there, the latest used last."""
-        return tuple(str(bucket) for bucket, function in self._graphs.items() if function is not None)
+        """Of graphs that are there. Asked for once a step, so made only when they change."""
+        if self._shown is None:
+            self._shown = tuple(str(bucket) for bucket, graph in self._graphs.items() if graph is not None)
+        return self._shown
 
     def run(
         self,
@@ -181,6 +184,7 @@ class DecodeStep:
                 return None
             self.wanted.pop(bucket, None)
             _remember(self._graphs, bucket, _compiled(body, self._traces), MOST_GRAPHS)
+            self._shown = None
             self.compiles += 1
         self._graphs.move_to_end(bucket)
         function = self._graphs[bucket]
@@ -192,7 +196,7 @@ class DecodeStep:
             if is_allocation_failure(error):
                 raise
             logger.warning("compiled step retired, running it eagerly bucket=%s error=%s", bucket, error)
-            self._graphs[bucket] = None
+            self._graphs[bucket] = self._shown = None
             self.failures += 1
             return None
 
