@@ -113,6 +113,11 @@ class DecodeStep:
         return max(0, self._traces.count - self.compiles)
 
     @property
+    def has_room(self) -> bool:
+        """Whether one more graph takes none away."""
+        return len(self._graphs) < MOST_GRAPHS
+
+    @property
     def buckets(self) -> tuple[str, ...]:
         """Of graphs that are there. Asked for once a step, so made only when they change."""
         if self._shown is None:
