@@ -43,7 +43,7 @@ class Batch:
         admission: Admission,
         preemption: Preemption,
     ) -> None:
-        self.budget = PrefillBudget(config.prefill_ms / 1000)
+        self.budget = PrefillBudget(config.prefill_ms / 1000, info.memory.chunk)
         self.pace = Pace(self.budget)
         self._space = space
         self._book = book

@@ -32,7 +32,7 @@ class Pace:
         Args:
             num_found: positions of those it would prefill that need not be computed.
         """
-        token_s = self._prefill.token_s
+        token_s = self._prefill.least_token_s
         prefill_s = (request.prefill_left - num_found) * token_s if math.isfinite(token_s) else 0.0
         return prefill_s + request.fewest_left * self.step_s
 
