@@ -10,15 +10,12 @@ from pathlib import Path
 from stat import S_ISREG
 from threading import Lock
 
-import msgspec
-
-from mlxd.caches.files import open_file, read_file
+from mlxd.caches.files import open_file
 
 _SECRET_BYTES = 32
 _PAGES = "pages"
 _SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
-_MOST_WORD_BYTES = 2**26
 
 
 class FolderInUseError(OSError):
@@ -45,7 +42,6 @@ class DiskStore:
         self.max_bytes = max_bytes
         self.num_evicted = 0
         self._pages = folder / _PAGES
-        self._words = folder / "tenants"
         self._pages.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._mutex = Lock()
         self._lock_file = _lock(folder / "lock")
@@ -127,25 +123,6 @@ class DiskStore:
                 self._forget(key)
                 _unlink(self._path(key))
 
-    def read_words(self) -> dict[str, str]:
-        """What `write_words` wrote last; nothing where that cannot be read."""
-        try:
-            return msgspec.json.decode(read_file(self._words, _MOST_WORD_BYTES), type=dict[str, str])
-        except (OSError, msgspec.DecodeError):
-            return {}
-
-    def write_words(self, words: dict[str, str]) -> None:
-        """Keep a word for each name; blocks until it is on disk.
-
-        Raises:
-            OSError: the disk is full or fails; no word is kept then.
-        """
-        try:
-            _replace_synced(self._words, msgspec.json.encode(words))
-        except OSError:
-            _unlink(self._words)
-            raise
-
     def close(self) -> None:
         """Let another process use the folder; may be called again."""
         if self._lock_file >= 0:
@@ -223,15 +200,11 @@ def _secret(path: Path) -> bytes:
         if len(secret) == _SECRET_BYTES:
             return secret
     secret = secrets.token_bytes(_SECRET_BYTES)
-    _replace_synced(path, secret)
-    return secret
-
-
-def _replace_synced(path: Path, content: bytes) -> None:
     temporary = path.with_suffix(_TEMPORARY)
     _unlink(temporary)
-    _write_synced(temporary, [content])
+    _write_synced(temporary, [secret])
     os.replace(temporary, path)
+    return secret
 
 
 def _write_synced(path: Path, parts: Sequence[bytes]) -> None:

@@ -75,17 +75,6 @@ class DiskTier:
             num_stored=len(self._store),
         )
 
-    def read_words(self) -> dict[str, str]:
-        """Of tenants, as `write_words` left them."""
-        return self._store.read_words()
-
-    def write_words(self, words: dict[str, str]) -> None:
-        """Have tenants known by these words from now on, also where nothing else is stored any more."""
-        try:
-            self._store.write_words(words)
-        except OSError as error:
-            self._turn_off(error)
-
     def begin_step(self) -> None:
         """Pages may be loaded for as long again."""
         self._spent_s = 0.0
@@ -218,9 +207,8 @@ class DiskTier:
 
     def _turn_off(self, error: OSError) -> None:
         with self._queue_changed:
-            was_off, self.is_off = self.is_off, True
+            self.is_off = True
             self._pages["dropped"] += len(self._queue)
             self._queue.clear()
             self._queue_changed.notify_all()
-        if not was_off:
-            logger.warning("the disk tier is off: %s", error)
+        logger.warning("the disk tier is off: %s", error)

@@ -249,8 +249,7 @@ class Desk:
     def _take_tokens(self, stream: Stream, answer: Answer, event: Tokens) -> None:
         if stream.state != "paused":
             stream.state = "running"
-        if not stream.is_orphan:
-            self.generated_tokens[event.key.tenant] += len(event.token_ids)
+        self.generated_tokens[event.key.tenant] += len(event.token_ids)
         was_ended = answer.ended_by
         answer.tokens(event)
         if answer.ended_by and not was_ended:
@@ -272,8 +271,6 @@ class Desk:
     def update(self, tenants: Collection[str]) -> None:
         """What requests of other tenants answered is told to nobody any more, whoever has the name next."""
         self._journal.keep(tenants)
-        for tenant in self.generated_tokens.keys() - set(tenants):
-            del self.generated_tokens[tenant]
         for stream in self._open:
             if stream.key.tenant not in tenants:
                 stream.is_orphan = True

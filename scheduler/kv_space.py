@@ -1,6 +1,6 @@
 """The KV memory rows live in: one pool a group, and the ledger over all."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from mlxd.batching.plan import RestoredPage
 from mlxd.batching.row import Row
@@ -66,11 +66,6 @@ class KvSpace:
         self._kept = prefix.groups
         self._reuse = PrefixReuse(prefix, disk) if reuse else None
         self._recording = self._reuse if prefix.has_boundaries else None
-
-    def keep_tenants(self, names: Collection[str]) -> None:
-        """See PrefixReuse.keep_tenants."""
-        if self._reuse is not None:
-            self._reuse.keep_tenants(names)
 
     def worst_case(self, num_prompt: int, max_tokens: int) -> Reservation:
         """Most pages of a request; the token drawn last never gets a position."""

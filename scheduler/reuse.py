@@ -1,8 +1,7 @@
 """What requests find of earlier ones of their tenant, in memory and on disk."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from secrets import token_hex
 
 from mlxd.batching.row import Row
 from mlxd.caches.chain import PageChain
@@ -16,31 +15,18 @@ _MOST_SAVED = 8
 _MOST_STEPS = 64
 """Steps that fewer pages wait for more, so that a killed daemon loses little."""
 _IDLE_WAIT_S = 0.05
-_WORD_BYTES = 16
 
 Export = Callable[[Sequence[tuple[int, int]]], list[bytes]]
 
 
 class PrefixReuse:
-    """The prefix cache as requests see it: their tokens are its keys, their rows' tables its pages.
-
-    In keys a random word stands for a tenant's name, so that whoever gets a name later finds nothing.
-    """
+    """The prefix cache as requests see it: their tokens are its keys, their rows' tables its pages."""
 
     def __init__(self, prefix: PrefixCache, disk: DiskTier | None) -> None:
         """`disk`: prefixes that are not in memory are looked for there."""
         self.prefix = prefix
         self._disk = disk
         self._num_waited = 0
-        self._words: dict[str, str] = {} if disk is None else disk.read_words()
-
-    def keep_tenants(self, names: Collection[str]) -> None:
-        """These are the tenants from now on. What others left is found by nobody any more."""
-        words = {name: self._words.get(name) or token_hex(_WORD_BYTES) for name in names}
-        if words != self._words:
-            self._words = words
-            if self._disk is not None:
-                self._disk.write_words(words)
 
     def enter(self, request: Request, row: Row, token_s: float) -> None:
         """Have an entering row begin with what is known of its tokens, but for the last one.
@@ -67,7 +53,7 @@ class PrefixReuse:
     def _chain_of(self, request: Request) -> tuple[PageChain, int]:
         """The chain of its known tokens, and how many of their pages a row may begin with at most."""
         if request.chain is None:
-            request.chain = self.prefix.chain(self._words[request.tenant])
+            request.chain = self.prefix.chain(request.tenant)
         return request.chain, self._extend(request.chain, request, request.num_known - 1)
 
     def _load(self, disk: DiskTier, chain: PageChain, most: int, token_s: float) -> None:

@@ -267,15 +267,3 @@ def test_where_prefixes_are_off_status_says_why_and_nothing_is_kept(
     assert snapshot.notes["prefix"] == note
     assert (sum(snapshot.cached_pages.values()) > 0) == (note == "on")
     assert any(step.prefix_query_tokens for step in world.tape.steps) == (note == "on")
-
-
-def test_who_gets_the_name_of_a_tenant_that_is_gone_finds_nothing_of_it() -> None:
-    acme, beta = make_tenant("acme"), make_tenant("beta")
-    world = world_of(make_config(acme, beta))
-    serve(world, "acme's")
-    serve(world, "beta's", tenant="beta")
-    for tenants in ([beta], [acme, beta]):
-        world.events += world.scheduler.set_tenants(tenants, world.now)
-    assert serve(world, "new acme's") == 0
-    assert serve(world, "again") == 32
-    assert serve(world, "beta's again", tenant="beta") == 32
