@@ -1,8 +1,10 @@
 """The decode step: one closure over all rows, compiled once a bucket, eager where it cannot be."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +23,13 @@ from mlxd.caches.sizing import GroupSpec
 logger = logging.getLogger(__name__)
 
 StepFunction = Callable[..., list[mx.array]]
+
+_Kept = TypeVar("_Kept")
+
+MOST_GRAPHS = 512
+"""Kept at once: one of thirty layers takes 4 MB of the host's memory, and clients choose what they hold."""
+MOST_WANTED = 64
+"""Remembered at once, of buckets that ran eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +69,10 @@ class StepInputs:
 
 
 @dataclass(slots=True)
-class _Graph:
-    """A bucket's closure.
+class _Traces:
+    """How often the bodies of graphs were traced: once each, where nothing retraces them."""
 
-    Attributes:
-        function: None once it failed.
-        traces: how often its body was traced; above 1, something retraced it.
-    """
-
-    function: StepFunction | None
-    traces: int = 0
+    count: int = 0
 
 
 class DecodeStep:
@@ -77,11 +80,12 @@ class DecodeStep:
 
     A step either succeeds whole, and every cache has adopted its outputs, or raises and has changed nothing.
     A compiled graph that fails is retired for good and the same step runs eagerly; for want of memory that
-    would fail as well, so it raises.
+    would fail as well, so it raises. Of too many graphs the one goes that was not used for longest.
 
     Attributes:
         enabled: whether graphs are compiled at all.
-        wanted: buckets that ran eagerly because they were not traced yet, oldest first.
+        wanted: buckets that ran eagerly because they were not traced yet, oldest first; the latest ones.
+        compiles, failures: graphs compiled, and retired, so far.
         compiled_steps, eager_steps: steps run so far, by kind.
     """
 
@@ -93,33 +97,37 @@ class DecodeStep:
         self._caches = caches
         self._groups = groups
         self._rotations = note_rotations(model)
-        self._graphs: dict[Bucket, _Graph] = {}
+        self._graphs: OrderedDict[Bucket, StepFunction | None] = OrderedDict()
+        self._shown: tuple[str, ...] | None = None
+        self._traces = _Traces()
         self._tables: dict[str, tuple[mx.array, mx.array]] = {}
         self.enabled = True
-        self.wanted: dict[Bucket, None] = {}
+        self.wanted: OrderedDict[Bucket, None] = OrderedDict()
+        self.compiles = 0
+        self.failures = 0
         self.compiled_steps = 0
         self.eager_steps = 0
 
     @property
-    def compiles(self) -> int:
-        return len(self._graphs)
-
-    @property
     def num_traces(self) -> int:
         """Of all graphs, those that failed among them."""
-        return sum(graph.traces for graph in self._graphs.values())
+        return self._traces.count
 
     @property
     def retraces(self) -> int:
-        return sum(max(0, graph.traces - 1) for graph in self._graphs.values())
+        return max(0, self._traces.count - self.compiles)
 
     @property
-    def failures(self) -> int:
-        return sum(1 for graph in self._graphs.values() if graph.function is None)
+    def has_room(self) -> bool:
+        """Whether one more graph takes none away."""
+        return len(self._graphs) < MOST_GRAPHS
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        return tuple(str(bucket) for bucket, graph in self._graphs.items() if graph.function is not None)
+        """Of graphs that are there. Asked for once a step, so made only when they change."""
+        if self._shown is None:
+            self._shown = tuple(str(bucket) for bucket, graph in self._graphs.items() if graph is not None)
+        return self._shown
 
     def run(
         self,
@@ -180,22 +188,26 @@ class DecodeStep:
         """None where the step must run eagerly."""
         if not self.enabled:
             return None
-        graph = self._graphs.get(bucket)
-        if graph is None:
+        if bucket not in self._graphs:
             if not may_trace:
-                self.wanted[bucket] = None
+                _remember(self.wanted, bucket, None, MOST_WANTED)
                 return None
-            graph = self._graphs[bucket] = _compiled(body)
             self.wanted.pop(bucket, None)
-        if graph.function is None:
+            _remember(self._graphs, bucket, _compiled(body, self._traces), MOST_GRAPHS)
+            self._shown = None
+            self.compiles += 1
+        self._graphs.move_to_end(bucket)
+        function = self._graphs[bucket]
+        if function is None:
             return None
         try:
-            return graph.function(*arrays)
+            return function(*arrays)
         except (RuntimeError, TypeError, ValueError) as error:
             if is_allocation_failure(error):
                 raise
             logger.warning("compiled step retired, running it eagerly bucket=%s error=%s", bucket, error)
-            graph.function = None
+            self._graphs[bucket] = self._shown = None
+            self.failures += 1
             return None
 
     def _body(
@@ -237,10 +249,16 @@ class DecodeStep:
         return drawn
 
 
-def _compiled(body: StepFunction) -> _Graph:
+def _compiled(body: StepFunction, traces: _Traces) -> StepFunction:
     def traced(*arrays: mx.array) -> list[mx.array]:
-        graph.traces += 1
+        traces.count += 1
         return body(*arrays)
 
-    graph = _Graph(mx.compile(traced))
-    return graph
+    return cast(StepFunction, mx.compile(traced))
+
+
+def _remember(kept: OrderedDict[Bucket, _Kept], bucket: Bucket, what: _Kept, most: int) -> None:
+    """As the latest of at most so many."""
+    kept[bucket] = what
+    while len(kept) > most:
+        kept.popitem(last=False)

@@ -72,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _number(f"logit_bias[{token}]", bias, -100, 100)
         if self.seed is not None:
             _int("seed", self.seed, 0, MAX_SEED)
+        if isinstance(self.stop, str):  # in Python that is a sequence of strings, too
+            raise InvalidParamError("sampling.stop", self.stop, "a list of strings")
         _length("stop", len(self.stop), MAX_STOP_STRINGS)
         for index, text in enumerate(self.stop):
             if not 0 < len(text) <= MAX_STOP_LENGTH:

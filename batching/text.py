@@ -1,5 +1,6 @@
 """Text to token ids and back; no model needed, safe to use from any thread."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from mlxd.batching.text_stream import (
 from mlxd.caches.files import read_file
 
 __all__ = ["TextStream", "Tokenizer"]
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a batch of one text makes a thread a core
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -119,7 +122,9 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` would hold Python's lock, and so every thread, until it is done.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
         except TypeError as error:
             raise InvalidPromptError("the prompt is not valid Unicode text") from error
 

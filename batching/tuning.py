@@ -235,7 +235,8 @@ def choose_compiled(
 
 
 def trace_buckets(runner: MlxRunner, memory: MemoryPlan, box: TimeBox, progress: Progress) -> tuple[int, int]:
-    """Trace what the configuration can reach, short contexts first, while the next one fits into the time.
+    """Trace what the configuration can reach, short contexts first, while the next one fits into the time,
+    and into what is kept.
 
     Returns:
         Buckets traced, and buckets there are (greedy and drawn; filters and penalties are traced when first
@@ -244,7 +245,7 @@ def trace_buckets(runner: MlxRunner, memory: MemoryPlan, box: TimeBox, progress:
     buckets = list(_buckets(runner, memory))
     took_s = 0.0
     for done, (widths, rows, sampling) in enumerate(buckets):
-        if box.left_s <= took_s:
+        if box.left_s <= took_s or not runner.step.has_room:
             progress("trace", 1.0)
             return done, len(buckets)
         progress("trace", done / len(buckets))

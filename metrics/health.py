@@ -28,9 +28,14 @@ class Health:
         return asdict(self)
 
 
-def judge(snapshot: EngineSnapshot, now: float, stall_s: float = STALL_S) -> Health:
-    """Ok while the engine takes requests and steps when it has work. `now`: the engine's clock, seconds."""
-    reason = _fault(snapshot, now, stall_s)
+def judge(snapshot: EngineSnapshot, now: float, stall_s: float = STALL_S, *, unseen_s: float = 0.0) -> Health:
+    """Ok while the engine takes requests and steps when it has work.
+
+    Args:
+        now: the engine's clock, seconds.
+        unseen_s: for how long a request has waited of which no snapshot tells yet.
+    """
+    reason = _fault(snapshot, now, stall_s, unseen_s)
     return Health(
         ok=not reason,
         state=snapshot.state,
@@ -48,7 +53,12 @@ def stalled_s(snapshot: EngineSnapshot, now: float) -> float:
     return now - max(snapshot.last_step_at, snapshot.busy_since or snapshot.now)
 
 
-def _fault(snapshot: EngineSnapshot, now: float, stall_s: float) -> str:
+def unseen_fault(unseen_s: float, limit_s: float) -> str:
+    """Of an engine that does not come to what it was sent."""
+    return f"no request was looked at for {unseen_s:.1f} s (limit {limit_s:g} s)"
+
+
+def _fault(snapshot: EngineSnapshot, now: float, stall_s: float, unseen_s: float) -> str:
     if snapshot.state == "failed":
         return f"engine failed: {snapshot.error or 'no reason given'}"
     still_s = stalled_s(snapshot, now)
@@ -57,6 +67,8 @@ def _fault(snapshot: EngineSnapshot, now: float, stall_s: float) -> str:
             f"no step for {still_s:.1f} s (limit {stall_s:g} s)"
             f" with {snapshot.waiting} waiting and {snapshot.running} running"
         )
+    if unseen_s > stall_s:
+        return unseen_fault(unseen_s, stall_s)
     match snapshot.state:
         case "running":
             return ""

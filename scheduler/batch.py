@@ -43,7 +43,7 @@ class Batch:
         admission: Admission,
         preemption: Preemption,
     ) -> None:
-        self.budget = PrefillBudget(config.prefill_ms / 1000)
+        self.budget = PrefillBudget(config.prefill_ms / 1000, info.memory.chunk)
         self.pace = Pace(self.budget)
         self._space = space
         self._book = book
@@ -94,6 +94,15 @@ class Batch:
                 self._add_decode(step, request)
         if step.is_empty:
             self._plan_oldest(step)
+
+    def least_s(self, request: Request) -> float:
+        """Seconds a queued request takes at least, see Pace; what is kept of its tokens takes none."""
+        return self.pace.least_s(request, self._space.num_kept(request))
+
+    def _is_hopeless(self, request: Request, now: float) -> bool:
+        # To look up what is kept takes time, and is seldom worth it.
+        is_hopeless = self.pace.is_hopeless
+        return is_hopeless(request, now) and is_hopeless(request, now, self._space.num_kept(request))
 
     def take_left(self) -> tuple[int, ...]:
         """Ids of rows that were planned and left since the last call."""
@@ -220,7 +229,7 @@ class Batch:
         if not self._preemption.is_due(self._running.values(), step.step_id, worst):
             return
         request = self._admission.first(self._prefill_room(), now)
-        if request is None or self.pace.is_hopeless(request, now):
+        if request is None or self._is_hopeless(request, now):
             return
         if not is_full and not self._admission.is_short_of_pages(request):
             return
@@ -250,7 +259,7 @@ class Batch:
             request = self._admission.pick(self._running.values(), max(0, room), now)
             if request is None:
                 break
-            if self.pace.is_hopeless(request, now):
+            if self._is_hopeless(request, now):
                 self._book.dequeue(request)
                 step.hopeless.append(request)
                 continue

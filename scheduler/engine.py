@@ -131,6 +131,10 @@ class Engine:
         """False: its thread has ended, whatever the snapshot says."""
         return self._thread is None or self._thread.is_alive()
 
+    def unseen_s(self, now: float) -> float:
+        """For how long a request has waited for its thread, of which no snapshot tells yet; 0: for none."""
+        return self._inbox.unseen_s(now)
+
     def give_up(self, error: str) -> None:
         """Declare it failed while its thread hangs, or is dead; what that thread still tells is not heard."""
         self._is_given_up = True
@@ -161,9 +165,8 @@ class Engine:
         if submission.key.tenant not in self._tenants:
             raise RevokedError
         submission.check(self._info.vocab_size)
-        if not self._inbox.submit(submission):
-            limit = self._config.scheduler.max_waiting
-            message = f"{limit} requests wait to be looked at already"
+        if not self._inbox.submit(submission, self._clock()):
+            message = f"{self._config.scheduler.max_waiting} requests wait to be looked at already"
             raise RejectedError("queue_full", message, retryable=True, retry_after_ms=RETRY_MS)
 
     def cancel(self, key: RequestKey, outcome: str = "cancelled") -> None:

@@ -53,21 +53,27 @@ Command = Submission | Cancel | Pause | Unpause | Ping | Drain | SetTenants | St
 
 
 class Inbox:
-    """A queue from any thread to the engine thread. Submissions are bounded; other commands never wait."""
+    """A queue from any thread to the engine thread. Submissions are bounded; other commands never wait.
+
+    Whoever takes again has seen to what it took before.
+    """
 
     def __init__(self, max_submissions: int) -> None:
         self._max_submissions = max_submissions
         self._commands: deque[Command] = deque()
         self._num_submissions = 0
+        self._oldest_at: float | None = None
+        self._oldest_taken_at: float | None = None
         self._changed = threading.Condition()
         self._is_closed = False
 
-    def submit(self, submission: Submission) -> bool:
-        """False: it is full or closed."""
+    def submit(self, submission: Submission, now: float) -> bool:
+        """False: it is full or closed. `now`: seconds, see `unseen_s`."""
         with self._changed:
             if self._is_closed or self._num_submissions >= self._max_submissions:
                 return False
             self._num_submissions += 1
+            self._oldest_at = now if self._oldest_at is None else self._oldest_at
             self._commands.append(submission)
             self._changed.notify()
             return True
@@ -83,6 +89,7 @@ class Inbox:
     def take(self, timeout_s: float | None) -> list[Command]:
         """All commands so far, in order; if none, the first that comes in time. None: no limit."""
         with self._changed:
+            self._oldest_taken_at = None
             if timeout_s != 0:
                 self._changed.wait_for(lambda: self._commands, timeout_s)
             return self._take_all()
@@ -91,10 +98,19 @@ class Inbox:
         """Refuse what comes from now on; returns what is left."""
         with self._changed:
             self._is_closed = True
-            return self._take_all()
+            commands = self._take_all()
+            self._oldest_taken_at = None
+            return commands
+
+    def unseen_s(self, now: float) -> float:
+        """For how long the oldest submission has waited that was not seen to yet; 0 where there is none."""
+        with self._changed:
+            times = (self._oldest_taken_at, self._oldest_at)
+        return now - min((time for time in times if time is not None), default=now)
 
     def _take_all(self) -> list[Command]:
         commands = list(self._commands)
         self._commands.clear()
         self._num_submissions = 0
+        self._oldest_taken_at, self._oldest_at = self._oldest_at, None
         return commands

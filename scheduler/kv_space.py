@@ -118,6 +118,10 @@ class KvSpace:
             self._reuse.enter(request, row, token_s)
         return row
 
+    def num_kept(self, request: Request) -> int:
+        """Positions that a row of `request` would begin with, could all be loaded that is on disk."""
+        return 0 if self._reuse is None else self._reuse.num_kept(request)
+
     def share(self, request: Request) -> None:
         """Let later requests of its tenant begin with what its row has computed."""
         if self._reuse is not None:

@@ -1,6 +1,7 @@
 """Generation inside this process: no sockets, same engine."""
 
 import itertools
+import operator
 import queue
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,13 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.batching.text import Tokenizer
 from mlxd.batching.text_stream import TextStream
 from mlxd.scheduler.config import Config
-from mlxd.scheduler.errors import EngineFailedError, MlxdError, RejectedError, RequestFailedError
+from mlxd.scheduler.errors import (
+    EngineFailedError,
+    InvalidPromptError,
+    MlxdError,
+    RejectedError,
+    RequestFailedError,
+)
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.results import Completion
 
@@ -76,6 +83,7 @@ class LocalClient:
 
     def generate(self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams) -> list[Completion]:
         """Raises MlxdError where a prompt is refused or fails; the others are cancelled then."""
+        sampling.check()
         self._engine.wait_ready()
         tokenizer = self._load_tokenizer() if _needs_text(prompts, sampling) else None
         left = deque(enumerate(prompts))
@@ -100,7 +108,7 @@ class LocalClient:
             assert tokenizer is not None
             ids = tuple(tokenizer.encode(prompt))
         else:
-            ids = tuple(prompt)
+            ids = _token_ids(prompt)
         eos: frozenset[int] = frozenset() if sampling.ignore_eos else self._engine.info.eos_token_ids
         stream = tokenizer.stream(sampling.stop) if tokenizer is not None else None
         key = RequestKey(self._tenant, str(next(self._ids)))
@@ -139,6 +147,13 @@ class LocalClient:
 
             self._tokenizer = Tokenizer.load(resolve(self._model, ignore_progress))
         return self._tokenizer
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise InvalidPromptError(f"the prompt holds what is not a token id: {error}") from None
 
 
 def _needs_text(prompts: Sequence[str | Sequence[int]], sampling: SamplingParams) -> bool:

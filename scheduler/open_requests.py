@@ -94,7 +94,7 @@ class OpenRequests(Mapping[RequestKey, Request]):
     def give_up(self, request: Request, now: float) -> Finished:
         """It cannot meet its deadline any more."""
         assert request.deadline is not None
-        needed_s, left_s = self._batch.pace.least_s(request), request.deadline - now
+        needed_s, left_s = self._batch.least_s(request), request.deadline - now
         message = f"it takes {needed_s:.3f} s at least; its deadline is in {left_s:.3f} s"
         return self.finish(request, "hopeless", now, "hopeless", message)
 

@@ -24,15 +24,18 @@ class Pace:
         if decode_s > 0:
             self.step_s = _DECAY * self.step_s + (1 - _DECAY) * decode_s if self.step_s else decode_s
 
-    def least_s(self, request: Request) -> float:
+    def least_s(self, request: Request, num_found: int = 0) -> float:
         """Seconds the request takes at that speed if it waits for nobody; what was not measured counts as 0.
 
         It draws one token, or all of them where nothing can end it sooner.
+
+        Args:
+            num_found: positions of those it would prefill that need not be computed.
         """
-        token_s = self._prefill.token_s
-        prefill_s = request.prefill_left * token_s if math.isfinite(token_s) else 0.0
+        token_s = self._prefill.least_token_s
+        prefill_s = (request.prefill_left - num_found) * token_s if math.isfinite(token_s) else 0.0
         return prefill_s + request.fewest_left * self.step_s
 
-    def is_hopeless(self, request: Request, now: float) -> bool:
-        """Whether its deadline comes before it can end."""
-        return request.deadline is not None and now + self.least_s(request) > request.deadline
+    def is_hopeless(self, request: Request, now: float, num_found: int = 0) -> bool:
+        """Whether its deadline comes before it can end. `num_found`: as for `least_s`."""
+        return request.deadline is not None and now + self.least_s(request, num_found) > request.deadline

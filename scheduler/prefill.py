@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
+from mlxd.batching.plan import PrefillChunk
 from mlxd.scheduler.policy import Policy
 from mlxd.scheduler.request import Request
 from mlxd.scheduler.tenant import Tenant
@@ -13,32 +14,55 @@ from mlxd.scheduler.tenants import TenantBook
 _DECAY = 0.8
 
 
-class PrefillBudget:
-    """Tokens of prefill that fit a time, from the speed seen lately.
+class _Speed:
+    """Tokens and the seconds they took decay together, so that a step weighs as much as its tokens."""
 
-    Seconds and tokens decay together, so that a step weighs as much as the tokens it computed.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self) -> None:
         self._seconds = 0.0
         self._tokens = 0.0
 
     @property
+    def token_s(self) -> float:
+        """Seconds a token takes; infinite until a speed was seen."""
+        return self._seconds / self._tokens if self._seconds > 0 else math.inf
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens > 0 and seconds > 0:
+            self._seconds = _DECAY * self._seconds + seconds
+            self._tokens = _DECAY * self._tokens + num_tokens
+
+
+class PrefillBudget:
+    """Tokens of prefill that fit a time, from the speed seen lately."""
+
+    def __init__(self, limit_s: float, chunk: int) -> None:
+        """`chunk`: tokens of a whole chunk."""
+        self._limit_s = limit_s
+        self._chunk = chunk
+        self._speed = _Speed()
+        self._best = _Speed()
+
+    @property
     def tokens(self) -> int:
         """0 until a speed was seen: then a step holds one chunk."""
-        return int(self._limit_s * self._tokens / self._seconds) if self._seconds > 0 else 0
+        return int(self._limit_s / self.token_s)
 
     @property
     def token_s(self) -> float:
         """Seconds a token of prefill takes; infinite until a speed was seen."""
-        return self._seconds / self._tokens if self._seconds > 0 else math.inf
+        return self._speed.token_s
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step computed `num_tokens` of prefill in `seconds`."""
-        if num_tokens > 0 and seconds > 0:
-            self._seconds = _DECAY * self._seconds + seconds
-            self._tokens = _DECAY * self._tokens + num_tokens
+    @property
+    def least_token_s(self) -> float:
+        """The same in whole chunks that begin a prompt: shorter and later ones are slower a token."""
+        return self._best.token_s
+
+    def observe(self, chunks: Sequence[PrefillChunk], seconds: float) -> None:
+        """A step computed these in `seconds`."""
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        self._speed.observe(num_tokens, seconds)
+        if all((chunk.start, chunk.end) == (0, self._chunk) for chunk in chunks):
+            self._best.observe(num_tokens, seconds)
 
 
 class PrefillTurns:

@@ -54,7 +54,7 @@ class Request:
         num_inflight: tokens being drawn by launched steps that were not read yet.
         num_charged: prompt positions its tenant was charged for; a recomputation is not charged again.
         num_cached: prompt positions among them that came out of the prefix cache.
-        chain: its tokens' pages as the prefix cache knows them; None until it enters or where there is none.
+        chain: its tokens' pages as the prefix cache knows them; None until looked up, or where there is none.
         stops: positions, in order, at which a chunk of its row ends besides the multiples of the chunk size.
         pays_again: its client made it lose its row, so what is computed again is charged again.
         priority: its class. `level`: the one it is served in, which ageing raises.

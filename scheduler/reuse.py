@@ -46,10 +46,7 @@ class PrefixReuse:
         Args:
             token_s: seconds in which a token of prefill is computed; slower disks are not asked.
         """
-        if request.chain is None:
-            request.chain = self.prefix.chain(self._namespaces[request.tenant])
-        chain = request.chain
-        most = self._extend(chain, request, request.num_known - 1)
+        chain, most = self._chain_of(request)
         if self._disk is not None:
             self._load(self._disk, chain, most, token_s)
         num_pages = self.prefix.take(chain, row.tables, most)
@@ -58,6 +55,18 @@ class PrefixReuse:
         marks = self.prefix.mark(chain, num_pages, most)
         row.num_reused = num_pages * self.prefix.page_size
         request.stops = tuple(mark * self.prefix.page_size for mark in marks if self.prefix.has_states)
+
+    def num_kept(self, request: Request) -> int:
+        """Positions that its row would begin with if it entered now, could all be loaded that is on disk."""
+        chain, most = self._chain_of(request)
+        stored = None if self._disk is None or self._disk.is_off else self._disk
+        return self.prefix.find(chain, most, stored=stored) * self.prefix.page_size
+
+    def _chain_of(self, request: Request) -> tuple[PageChain, int]:
+        """The chain of its known tokens, and how many of their pages a row may begin with at most."""
+        if request.chain is None:
+            request.chain = self.prefix.chain(self._namespaces[request.tenant])
+        return request.chain, self._extend(request.chain, request, request.num_known - 1)
 
     def _load(self, disk: DiskTier, chain: PageChain, most: int, token_s: float) -> None:
         """Bring pages into memory that let the row begin later than it could."""

@@ -269,7 +269,7 @@ class Scheduler:
             tenant = self.book[name]
             self._policy.charge(tenant, 0, num_tokens)
             self.book.use(tenant, num_tokens, now)
-        self.batch.budget.observe(step.num_prefill_tokens, result.prefill_s)
+        self.batch.budget.observe(step.chunks, result.prefill_s)
         self.batch.pace.observe(0.0 if result.traced else result.decode_s)
         tally, self._tally = self._tally, Tally()
         tally.left = self._open.take_num_left()

@@ -14,7 +14,7 @@ from pathlib import Path
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.text import Tokenizer
 from mlxd.metrics.exporter import Exporter, ExporterError
-from mlxd.metrics.health import STALL_S, judge
+from mlxd.metrics.health import STALL_S, Health, judge
 from mlxd.metrics.prometheus import PrometheusRecorder
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.engine import Engine
@@ -235,6 +235,9 @@ class Server:
     def _forced(self) -> bool:
         return self._drain_requests > 1
 
+    def _health(self, now: float, stall_s: float) -> Health:
+        return judge(self._engine.snapshot, now, stall_s, unseen_s=self._engine.unseen_s(now))
+
     @contextmanager
     def _metrics(self) -> Iterator[str]:
         """Yields where `/metrics` is."""
@@ -243,7 +246,7 @@ class Server:
             exporter = Exporter(
                 self._config.server.metrics,
                 self._recorder.registry,
-                lambda: judge(self._engine.snapshot, time.monotonic(), stall_s),
+                lambda: self._health(time.monotonic(), stall_s),
             )
         except ExporterError as error:
             raise ConfigError(f"server.metrics: {error}") from None

@@ -4,7 +4,7 @@ import sys
 import threading
 import traceback
 
-from mlxd.metrics.health import stalled_s
+from mlxd.metrics.health import stalled_s, unseen_fault
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.journal import JournalWriter, NoJournal
 
@@ -16,7 +16,8 @@ class Watchdog:
     step either.
 
     Args:
-        timeout_s: longest time that a step, or a write of the journal, may take. Loading is not watched.
+        timeout_s: longest time that a step, or a write of the journal, may take, and a request wait to be
+            looked at. Loading is not watched.
     """
 
     def __init__(self, engine: Engine, journal: JournalWriter | NoJournal, timeout_s: float) -> None:
@@ -41,10 +42,12 @@ class Watchdog:
             # It may have told its end between the two looks.
             is_told = self._engine.snapshot.state in ("failed", "stopped")
             return "" if is_told else "the engine's thread ended without a word"
-        still_s = min(stalled_s(snapshot, now), now - self._looking_since)
-        return (
-            f"no step for {still_s:.1f} s (limit {self._timeout_s:g} s)" if still_s > self._timeout_s else ""
-        )
+        watched_s, limit_s = now - self._looking_since, self._timeout_s
+        still_s = min(stalled_s(snapshot, now), watched_s)
+        if still_s > limit_s:
+            return f"no step for {still_s:.1f} s (limit {limit_s:g} s)"
+        unseen_s = min(self._engine.unseen_s(now), watched_s)
+        return unseen_fault(unseen_s, limit_s) if unseen_s > limit_s else ""
 
     def _journal_fault(self, now: float) -> str:
         if not self._journal.is_alive:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import WATCHED, Rig, make_rig, oracle, prompt_of, stored_bytes
 
+from mlxd.batching import decode
 from mlxd.batching.driver import Driver
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan
@@ -117,8 +118,53 @@ def break_graphs(rig: Rig) -> None:
     def fail(*arrays: mx.array) -> list[mx.array]:
         raise RuntimeError("no kernel for this")
 
-    for graph in rig.runner.step._graphs.values():
-        graph.function = fail
+    graphs = rig.runner.step._graphs
+    for bucket in graphs:
+        graphs[bucket] = fail
+
+
+def biased(width: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(range(width), 0.0))
+
+
+def trace_biased(rig: Rig, *widths: int) -> None:
+    """Steps of one row with so many biases, each width a graph of its own."""
+    for width in widths:
+        rig.runner.trace(1, [1] * len(rig.memory.groups), biased(width))
+
+
+def sampling_of(rig: Rig) -> list[str]:
+    """Of the graphs that are there, the latest used last."""
+    return [bucket.sampling.label for bucket in rig.runner.step._graphs]
+
+
+def test_graphs_are_bounded_and_one_that_went_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose what a graph holds: they could fill the memory with them."""
+    monkeypatch.setattr(decode, "MOST_GRAPHS", 3)
+    rig = make_rig("llama", "in_place", compiled=True, max_rows=1)
+    trace_biased(rig, 0, 1, 2)
+    trace_biased(rig, 0, 4)
+    assert sampling_of(rig) == ["bias2", "greedy", "bias4"]
+    assert rig.runner.counters().graph_compiles == 4
+    trace_biased(rig, 1, 4)
+    assert sampling_of(rig) == ["greedy", "bias1", "bias4"]
+    counters = rig.runner.counters()
+    assert len(counters.buckets) == 3
+    assert (counters.graph_compiles, counters.graph_retraces, counters.graph_failures) == (5, 0, 0)
+
+
+def test_buckets_that_wait_to_be_traced_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MOST_WANTED", 2)
+    rig = make_rig("llama", "in_place", compiled=True, max_rows=1)
+    rig.runner._trace_bound_s = -1.0
+    driver = rig.driver()
+    for width in (0, 1, 2):
+        row = driver.join((1,), biased(width))
+        driver.decode()
+        driver.leave(row)
+    assert [bucket.sampling.label for bucket in rig.runner.step.wanted] == ["bias1", "bias2"]
+    assert [rig.runner.maintain() for _ in range(2)] == [True, False]
+    assert sampling_of(rig) == ["bias1", "bias2"]
 
 
 @pytest.mark.parametrize("attention", VARIANTS)

@@ -2,7 +2,9 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import text_tokenizers
 from msgspec.structs import replace
@@ -15,6 +17,7 @@ from mlxd.scheduler.config import Config, ModelConfig
 from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.errors import (
     EngineFailedError,
+    InvalidParamError,
     InvalidPromptError,
     MlxdError,
     RejectedError,
@@ -68,6 +71,24 @@ def test_generate_raises_for_a_prompt_that_cannot_be_served_and_goes_on_afterwar
             engine.generate(prompts, SamplingParams(max_tokens=5, seed=3))
         [completion] = engine.generate([(1,)], SamplingParams(max_tokens=5, seed=3))
     assert list(completion.token_ids) == fake_completion((1,), 3, 5, VOCAB)
+
+
+@pytest.mark.parametrize("token", [1.5, "a", None])
+def test_generate_refuses_what_is_no_token_id_and_goes_on_afterwards(token: Any) -> None:
+    with Engine(make_config(), runner_factory=fake_factory) as engine:
+        with pytest.raises(InvalidPromptError, match="not a token id"):
+            engine.generate([[1, token, 2]], SamplingParams(max_tokens=3))
+        [completion] = engine.generate([np.array([1, 2])], SamplingParams(max_tokens=3, seed=3))
+    assert list(completion.token_ids) == fake_completion([1, 2], 3, 3, VOCAB)
+
+
+def test_a_stop_string_that_is_not_in_a_list_is_not_taken_for_one_of_letters() -> None:
+    wrong: Any = "END"
+    with (
+        Engine(make_config(), runner_factory=fake_factory) as engine,
+        pytest.raises(InvalidParamError, match=r"sampling\.stop is 'END'; it must be a list of strings"),
+    ):
+        engine.generate([[1]], SamplingParams(max_tokens=3, stop=wrong))
 
 
 def test_generate_raises_when_the_engine_fails(caplog: pytest.LogCaptureFixture) -> None:

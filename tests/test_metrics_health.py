@@ -68,6 +68,14 @@ def test_health_is_ok_exactly_where_there_is_no_reason_against(given: EngineSnap
     assert (health.reason, health.ok) == (reason, reason == "")
 
 
+@pytest.mark.parametrize(
+    ("unseen_s", "reason"),
+    [(30.0, ""), (31.0, "no request was looked at for 31.0 s (limit 30 s)")],
+)
+def test_an_engine_that_does_not_come_to_a_request_is_not_ok(unseen_s: float, reason: str) -> None:
+    assert judge(snapshot(), NOW, STALL_S, unseen_s=unseen_s).reason == reason
+
+
 def test_health_tells_counts_and_time_since_the_last_step() -> None:
     health = judge(snapshot(waiting=3, running=2, last_step_at=NOW - 1.25), NOW, STALL_S)
     assert json.loads(json.dumps(health.as_dict())) == {

@@ -1,12 +1,13 @@
 """Classes come before shares, and deadlines before arrival."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from scheduling import VOCAB, World, make_config, make_tenant, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
-from mlxd.batching.plan import StepPlan, StepResult
+from mlxd.batching.plan import PrefillChunk, StepPlan, StepResult
 from mlxd.scheduler.events import Finished, Submission
 from mlxd.scheduler.lane import Lane, TenantQueue
 from mlxd.scheduler.priority import Priority
@@ -144,6 +145,57 @@ def test_what_is_measured_to_end_too_late_ends_before_its_prefill() -> None:
     world.submit(request("fits", num_prompt=11, at=11.0, deadline=18.0, max_tokens=2))
     world.run()
     assert outcomes(world)["fits"] == "length"
+
+
+def test_what_is_kept_of_a_prompt_takes_no_time() -> None:
+    """A token of prefill takes 0.1 s: 96 of them do not fit 4 seconds, but all of them are there already."""
+    world = world_of(any_class("acme"), any_class("other"))
+    world.submit(request("cold", num_prompt=97))
+    world.run()
+    for name, tenant in (("warm", "acme"), ("not its own", "other")):
+        world.submit(
+            request(name, tenant=tenant, at=world.now, deadline=world.now + 4.0, num_prompt=97, max_tokens=1)
+        )
+    world.run()
+    assert outcomes(world) == {"cold": "length", "warm": "length", "not its own": "hopeless"}
+    [end] = [e for e in world.events if isinstance(e, Finished) and e.outcome == "hopeless"]
+    assert "it takes 9.6" in end.error
+
+
+class Costly(FakeRunner):
+    """A chunk takes what `chunk_s` says."""
+
+    def __init__(self, chunk_s: Callable[[PrefillChunk], float]) -> None:
+        super().__init__(fake_memory(max_rows=8, max_model_len=256, chunk=16))
+        self._chunk_s = chunk_s
+
+    def _wait(self, plan: StepPlan, result: StepResult) -> StepResult:
+        return replace(super()._wait(plan, result), prefill_s=sum(map(self._chunk_s, plan.prefill)))
+
+
+@pytest.mark.parametrize(
+    ("chunk_s", "others"),
+    [
+        pytest.param(lambda chunk: 1.0, [2] * 20, id="short prompts, a forward each"),
+        pytest.param(lambda chunk: 1.0 + chunk.start, [250], id="a long prompt, slower as it goes on"),
+    ],
+)
+def test_what_others_prompts_took_makes_no_request_hopeless(
+    chunk_s: Callable[[PrefillChunk], float], others: list[int]
+) -> None:
+    """A chunk of 16 from the beginning takes a second, and so does one of 1."""
+    world = World(make_config(make_tenant("acme"), make_tenant("other"), max_rows=1), Costly(chunk_s))
+    for number, num_prompt in enumerate(others):
+        world.submit(request(str(number), num_prompt=num_prompt, max_tokens=1))
+        world.run()
+    fits = request("fits", tenant="other", num_prompt=33, at=world.now, deadline=world.now + 20, max_tokens=1)
+    world.submit(fits)
+    world.run()
+    late = request("late", tenant="other", num_prompt=200, at=world.now, deadline=world.now + 9)
+    world.submit(late)
+    world.run()
+    assert outcomes(world)["fits"] == "length"
+    assert outcomes(world)["late"] == "hopeless"
 
 
 @pytest.mark.parametrize(("stop", "outcome"), [((), "hopeless"), ((5,), "expired")])

@@ -1,6 +1,9 @@
 """Tokenizing prompts and conversations."""
 
 import json
+import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,19 @@ def test_truncation_and_padding_stored_in_the_tokenizer_are_ignored() -> None:
     text = "one two three four five six seven"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) < 500
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """The engine's thread and the one of the sockets: else one client's prompt stops everybody's tokens."""
+    tokenizer = Tokenizer(byte_level(), special_tokens={})
+    looks = [time.perf_counter()]
+    encoding = threading.Thread(target=tokenizer.encode, args=("hello " * 200_000,))
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        looks.append(time.perf_counter())
+    longest = max(later - before for before, later in pairwise(looks))
+    assert longest < (looks[-1] - looks[0]) / 2
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:

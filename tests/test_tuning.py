@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from daemon_process import process_config, write_tiny_model
+from tiny_models import make_rig
 
-from mlxd.batching import tuning
+from mlxd.batching import decode, tuning
 from mlxd.batching.fake_runner import fake_memory
 from mlxd.batching.runner import ignore_progress
 from mlxd.caches.sizing import GroupSpec, plan_memory
@@ -97,3 +98,12 @@ def test_a_chunk_is_the_largest_that_runs_within_its_bound(
 
     box = tuning.TimeBox(60)
     assert tuning.choose_chunk(chunk_s, 150, page_size, max_model_len, box, ignore_progress) == chunk
+
+
+def test_no_more_graphs_are_traced_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first ones, of short contexts, would be gone before anybody used them."""
+    monkeypatch.setattr(decode, "MOST_GRAPHS", 3)
+    rig = make_rig("llama", "in_place", compiled=True, max_rows=2, max_model_len=16)
+    done, total = tuning.trace_buckets(rig.runner, rig.memory, tuning.TimeBox(60.0), ignore_progress)
+    assert (done, total, rig.runner.step.compiles) == (3, 16, 3)
+    assert [bucket.num_rows for bucket in rig.runner.step._graphs] == [1, 1, 2]

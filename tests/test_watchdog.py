@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from wire_daemon import config, daemon, daemon_of, runner
+from scheduling import submission
+from wire_daemon import Daemon, config, daemon, daemon_of, runner
 
 from mlxd.batching.fake_runner import FakeRunner
 from mlxd.metrics.stats import EngineSnapshot
 from mlxd.scheduler.config import SchedulerConfig
+from mlxd.scheduler.errors import EngineFailedError
+from mlxd.scheduler.inbox import Inbox
 from mlxd.scheduler.watchdog import Watchdog, stacks
 
 LIMIT_S = 10.0
@@ -22,11 +25,21 @@ NOW = 1_000.0
 
 
 def fault(
-    *, is_alive: bool = True, journal: Any = None, looks: Sequence[float] = range(-20, 1), **snapshot: Any
+    *,
+    is_alive: bool = True,
+    unseen_s: float = 0.0,
+    journal: Any = None,
+    looks: Sequence[float] = range(-20, 1),
+    **snapshot: Any,
 ) -> str:
     """What is seen at the last of `looks`, seconds from NOW on; it does not change meanwhile."""
     times = [NOW + look for look in looks]
-    engine = SimpleNamespace(snapshot=EngineSnapshot(**snapshot), is_alive=is_alive, clock=lambda: times[0])
+    engine = SimpleNamespace(
+        snapshot=EngineSnapshot(**snapshot),
+        is_alive=is_alive,
+        unseen_s=lambda now: unseen_s,
+        clock=lambda: times[0],
+    )
     quiet = SimpleNamespace(is_alive=True, busy_s=0.0)
     watchdog = Watchdog(engine, journal or quiet, LIMIT_S)  # type: ignore[arg-type]
     while len(times) > 1:
@@ -43,6 +56,8 @@ def fault(
         ({"state": "draining", "waiting": 1, "last_step_at": NOW - 11}, "no step for 11.0 s (limit 10 s)"),
         ({"state": "running", "last_step_at": NOW - 11}, ""),
         ({"state": "running", "running": 1, "last_step_at": NOW - 99, "busy_since": NOW - 1}, ""),
+        ({"state": "running", "unseen_s": 9}, ""),
+        ({"state": "running", "unseen_s": 11}, "no request was looked at for 11.0 s (limit 10 s)"),
         ({"state": "starting", "now": NOW - 500}, ""),
         ({"state": "failed", "is_alive": False, "running": 1, "last_step_at": NOW - 99}, ""),
         ({"state": "stopped", "is_alive": False}, ""),
@@ -79,6 +94,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(looks: Sequence[fl
     hung = {"state": "running", "running": 1, "last_step_at": NOW - 60}
     slow = SimpleNamespace(is_alive=True, busy_s=60.0)
     assert bool(fault(looks=looks, **hung)) is is_fault
+    assert bool(fault(looks=looks, state="running", unseen_s=60.0)) is is_fault
     assert bool(fault(looks=looks, state="running", journal=slow)) is is_fault
 
 
@@ -127,4 +143,63 @@ def test_an_engine_thread_that_ends_without_a_word_ends_every_request_and_the_da
         end = peer.until_terminal("a")[-1]
         served.join()
     assert (end["code"], end["message"]) == ("engine_failed", "the engine's thread ended without a word")
+    assert served.exit_code == 3
+
+
+def test_a_submission_is_unseen_until_its_taker_comes_back_for_more() -> None:
+    inbox = Inbox(4)
+    assert inbox.unseen_s(NOW) == 0.0
+    assert inbox.submit(submission("a"), NOW)
+    assert inbox.submit(submission("b"), NOW + 1)
+    assert inbox.unseen_s(NOW + 5) == 5.0
+    assert len(inbox.take(None)) == 2
+    assert inbox.submit(submission("c"), NOW + 6)
+    assert inbox.unseen_s(NOW + 10) == 10.0
+    assert len(inbox.take(None)) == 1
+    assert inbox.unseen_s(NOW + 10) == 4.0
+    assert inbox.take(0.0) == []
+    assert inbox.unseen_s(NOW + 10) == 0.0
+    assert inbox.submit(submission("d"), NOW + 10)
+    inbox.close()
+    assert inbox.unseen_s(NOW + 20) == 0.0
+
+
+class Stuck(FakeRunner):
+    """Hangs where no snapshot shows any work: in the launch of the first step, or in work put off at rest."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(runner().info.memory, vocab_size=runner().info.vocab_size)
+        self._at = at
+        self.is_stuck = threading.Event()
+        self.leave = threading.Event()
+
+    def launch(self, plan: Any) -> Any:
+        self._hang("launch")
+        return super().launch(plan)
+
+    def maintain(self) -> bool:
+        self._hang("maintain")
+        return super().maintain()
+
+    def _hang(self, at: str) -> None:
+        if at == self._at:
+            self.is_stuck.set()
+            self.leave.wait()
+
+
+@pytest.mark.parametrize("at", ["launch", "maintain"])
+def test_a_request_that_a_hung_engine_never_came_to_ends_and_the_daemon_with_it(
+    tmp_path: Path, at: str
+) -> None:
+    stuck = Stuck(at)
+    made = replace(config(tmp_path), scheduler=SchedulerConfig(step_timeout_s=1.0))
+    try:
+        with Daemon(made, stuck) as served:
+            with served.client() as client, pytest.raises(EngineFailedError) as raised:
+                client.generate("hi")
+            assert stuck.is_stuck.is_set()
+            served.join()
+    finally:
+        stuck.leave.set()
+    assert "no request was looked at" in str(raised.value)
     assert served.exit_code == 3
