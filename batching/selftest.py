@@ -13,6 +13,7 @@ from mlxd.batching.plan import RowResult
 from mlxd.batching.runner import Progress
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.kinds import native_caches, round_caches, rounded_caches
+from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
@@ -92,8 +93,8 @@ def fault_in(
         for _ in range(TRIAL_STEPS):
             steps.append(driver.decode())
             tell(len(rows))
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    except MODEL_FAULTS as error:
+        return summary_of(error)
     finally:
         for row in list(driver.rows):
             driver.leave(row)

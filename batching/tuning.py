@@ -15,6 +15,7 @@ from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.kinds import Layer, group_specs, native_caches
+from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 from mlxd.caches.row_group import row_bucket, width_bucket
 from mlxd.caches.sizing import MemoryPlan, plan_memory
 
@@ -110,9 +111,8 @@ def packed_chunk_s(model: nn.Module, layers: Sequence[Layer], page_size: int, nu
     begun = time.perf_counter()
     try:
         driver.prefill()
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise cannot_be_packed(reason) from error
+    except MODEL_FAULTS as error:
+        raise cannot_be_packed(summary_of(error)) from error
     return time.perf_counter() - begun
 
 
