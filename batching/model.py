@@ -15,6 +15,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlxd.batching.builtin import BUILTIN, pull
+from mlxd.batching.device import on_cpu
 from mlxd.batching.errors import ModelError, SettingError
 from mlxd.batching.memory import main_dtype
 from mlxd.batching.model_files import inspect
@@ -111,7 +112,7 @@ def open_model(path: Path, max_model_len: int | None = None, *, name: str | None
     tokenizer = Tokenizer.load(path)
     context = _context(name or str(path), files.max_model_len, max_model_len)
     model, config = _build(path)
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         _make_float32(model)
     parameters = _parameters(model)
     return LoadedModel(

@@ -20,7 +20,7 @@ from mlxd.caches.sizing import MemoryPlan
 _PIECE = 512
 """Positions that the oracle computes at once, so that a long prompt shows as progress."""
 _ALMOST = 0.99
-"""Whoever runs the self-test says when it is done."""
+"""Only `Work.finish` says that it is done."""
 _WATCH = SamplingParams(temperature=0.0, top_logprobs=20, max_tokens=TRIAL_STEPS)
 _EXACT = 2e-3
 _TF32 = 0.05
@@ -57,6 +57,10 @@ class Work:
     def __call__(self, num_positions: int) -> None:
         self._done += num_positions
         self._progress("self-test", min(_ALMOST, self._done / self._total))
+
+    def finish(self) -> None:
+        """All is done, or as much as had to be."""
+        self._progress("self-test", 1.0)
 
 
 def prompts(memory: MemoryPlan, vocab_size: int) -> list[list[int]]:
