@@ -52,6 +52,7 @@ MLX_OWNERS = {
         "page_io",
         "paged",
         "paged_view",
+        "pooled",
         "quantized",
         "recurrent",
         "rotating",
