@@ -13,6 +13,7 @@ from mlxd.batching.allocation import allocating
 from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
+from mlxd.batching.device import on_cpu
 from mlxd.batching.memory import main_dtype
 from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
@@ -75,7 +76,7 @@ class MlxRunner:
         self._default_attention = variant("gathered")
         self._trace_bound_s = trace_bound_s
         self._trace_s = 0.0
-        self._clock = StepClock(launch_blocks=mx.default_device() == mx.Device(mx.cpu))
+        self._clock = StepClock(launch_blocks=on_cpu())
         self._launched: MlxStep | None = None
         install_seam(model)
         self.reset()

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxd.batching.fast_exp import on_cpu
+from mlxd.batching.device import on_cpu
 from mlxd.caches.mlx_lm_import import rope_utils
 
 _KNOWN = (

@@ -9,12 +9,14 @@ from itertools import product
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.device import compiles_kernels, on_cpu
 from mlxd.batching.driver import Driver
 from mlxd.batching.errors import SettingError
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
-from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.sampling_params import GREEDY, SamplingParams
 from mlxd.caches.kinds import Layer, group_specs, native_caches
+from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 from mlxd.caches.row_group import row_bucket, width_bucket
 from mlxd.caches.sizing import MemoryPlan, plan_memory
 
@@ -24,7 +26,6 @@ _REPEATS = 3
 _HOPELESS = 2.0
 _LONGEST_CONTEXT = 0.5
 """Of the largest context: what a row is timed with, where that many pages a row there are."""
-GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0)
 
 
@@ -45,11 +46,6 @@ class TimeBox:
     def part(self, share: float) -> "TimeBox":
         """One that ends when `share` of what is left now has passed."""
         return TimeBox(share * self.left_s)
-
-
-def compiles_kernels() -> bool:
-    """Whether the first run of any shape may be far slower than the next: CUDA compiles what it meets."""
-    return mx.cuda.is_available()
 
 
 def choose_chunk(
@@ -110,9 +106,8 @@ def packed_chunk_s(model: nn.Module, layers: Sequence[Layer], page_size: int, nu
     begun = time.perf_counter()
     try:
         driver.prefill()
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise cannot_be_packed(reason) from error
+    except MODEL_FAULTS as error:
+        raise cannot_be_packed(summary_of(error)) from error
     return time.perf_counter() - begun
 
 
@@ -220,7 +215,7 @@ def choose_compiled(
         None where there is no time to try: compiled steps serve then, on the CPU eager ones.
     """
     if box.is_over:
-        runner.step.enabled = mx.default_device() != mx.Device(mx.cpu)
+        runner.step.enabled = not on_cpu()
         return None
     bucket = row_bucket(runner.info.max_batch)
     widths = typical_widths(memory, bucket)
