@@ -29,3 +29,11 @@ def device_memory_bytes() -> int:
 def compiles_kernels() -> bool:
     """Whether the first run of any shape may be far slower than the next: CUDA compiles what it meets."""
     return mx.cuda.is_available()
+
+
+def plans_by_shape() -> bool:
+    """Whether attention over several positions is planned anew for each shape, which takes far longer.
+
+    CUDA's does, by cuDNN; what was planned is kept.
+    """
+    return mx.cuda.is_available()

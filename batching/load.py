@@ -183,6 +183,7 @@ def _tune(
         runner.describe(compile=_verdict(runner.step.enabled, times))
     progress("tune", 1.0)
     runner.describe(compiled=runner.step.enabled)
+    tuning.plan_prompts(runner, memory, box.part(1 / 3))
     if runner.step.enabled:
         done, total = tuning.trace_buckets(runner, memory, box, progress)
         runner.describe(traced=f"{done} of {total} buckets")

@@ -45,6 +45,7 @@ def prefill(
     groups: Sequence[tuple[int, GroupSpec]],
     layer_groups: Sequence[int],
     cohort: Sequence[PrefillChunk],
+    pad_to: int,
 ) -> mx.array:
     """Build one prefill forward; the caches adopt its writes, nothing is evaluated.
 
@@ -55,21 +56,22 @@ def prefill(
         groups: (index into a row's tables, spec) of each group.
         paths: per cache, its place in the model's list.
         layer_groups: per cache, which of `groups` it belongs to.
+        pad_to: rows are padded on the right to a multiple of so many tokens, the page size or 1.
     Returns:
         A scalar whose evaluation runs the forward. It stands for the pools, which must not be held until the
         step is read: the next step's writes would then copy them.
     """
     start = cohort[0].start
     ends = [chunk.end for chunk in cohort]
+    length = -(-max(chunk.num_tokens for chunk in cohort) // pad_to) * pad_to
     views = {
-        spec.name: PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends)
+        spec.name: PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends, length)
         for index, spec in groups
         if spec.serves(start)
     }
     specs = [spec for _, spec in groups]
     serving = [spec.name if spec.serves(start) else spec.successor for spec in specs]
     maintained = [m for cache in caches if (m := cache.prefill_maintenance) is not None]
-    length = max(chunk.num_tokens for chunk in cohort)
     tokens = mx.array([chunk.tokens + (0,) * (length - chunk.num_tokens) for chunk in cohort], dtype=mx.int32)
     for cache in maintained:
         cache.begin_prefill()

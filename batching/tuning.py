@@ -9,7 +9,7 @@ from itertools import product
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.device import compiles_kernels, on_cpu
+from mlxd.batching.device import compiles_kernels, on_cpu, plans_by_shape
 from mlxd.batching.driver import Driver
 from mlxd.batching.errors import SettingError
 from mlxd.batching.mlx_runner import MlxRunner
@@ -115,6 +115,21 @@ def cannot_be_packed(reason: str) -> SettingError:
     """`cache.quantization` is wrong for a model that passes its attention by."""
     sentence = f"does not go with this model, whose attention does not read it: {reason}"
     return SettingError(("cache", "quantization"), sentence)
+
+
+def plan_prompts(runner: MlxRunner, memory: MemoryPlan, box: TimeBox) -> None:
+    """Have attention planned for all first chunks that a prompt may have, short ones first, where it is."""
+    if not plans_by_shape():
+        return
+    driver = Driver(runner, memory)
+    longest = min(memory.chunk, memory.max_model_len - 1)
+    for length in range(memory.page_size, longest + 1, memory.page_size):
+        if box.is_over:
+            break
+        row = driver.join((0,) * (length + 1))
+        driver.prefill()
+        driver.leave(row)
+    driver.clean()
 
 
 def row_buckets(max_rows: int) -> list[int]:

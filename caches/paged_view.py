@@ -144,9 +144,18 @@ class PrefillView:
         start: first position computed, the same for all rows (0 where there are several), a multiple of the
             page size.
         ends: one past the last position computed, a row.
+        num_tokens: tokens a row, padding included; where there is a history, no more than its pages hold.
+            None: as many as the longest row has.
     """
 
-    def __init__(self, spec: GroupSpec, tables: Sequence[PageTable], start: int, ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        tables: Sequence[PageTable],
+        start: int,
+        ends: Sequence[int],
+        num_tokens: int | None = None,
+    ) -> None:
         if start % spec.page_size and not spec.state_bytes:
             raise IndexError(f"a chunk starts at {start}, not a multiple of the page size {spec.page_size}")
         for table, end in zip(tables, ends, strict=True):
@@ -158,7 +167,7 @@ class PrefillView:
         self.start = start
         self.ends = tuple(ends)
         self.tables = tuple(tables)
-        self._num_tokens = max(ends) - start
+        self._num_tokens = max(ends) - start if num_tokens is None else num_tokens
         size = spec.page_size
         self.num_pages = -(-self._num_tokens // size)
         """Pages a row's part of the chunk covers, padding included."""
