@@ -19,7 +19,7 @@ NONE: tuple[tuple[int, ...], ...] = ((), ())
 
 
 class Bench:
-    """Rows of a full group and one of states, stepped by hand: nothing stands between a plan and the runner."""
+    """Rows of a full group and one of states, stepped by hand."""
 
     def __init__(self) -> None:
         memory = fake_memory(page_size=PAGE, chunk=PAGE, max_rows=4, max_model_len=32, has_state=True)
