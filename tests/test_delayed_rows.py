@@ -10,9 +10,8 @@ from cache_subjects import PAGE
 from daemon_process import daemon_process, process_config, write_tiny_model
 from msgspec.structs import replace
 from scheduling import World, make_config, submission
-from test_quantized import PACKABLE
 from test_quantized_planes import OwnAttention
-from tiny_models import CHUNK, VOCAB, make_rig, prompt_of
+from tiny_models import CHUNK, PACKABLE, VOCAB, make_rig, prompt_of
 
 from mlxd.batching.errors import SettingError
 from mlxd.batching.memory import plan_for
