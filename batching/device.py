@@ -34,6 +34,11 @@ def compiles_kernels() -> bool:
 def plans_by_shape() -> bool:
     """Whether attention over several positions is planned anew for each shape, which takes far longer.
 
-    CUDA's does, by cuDNN; what was planned is kept.
+    CUDA's does, by cuDNN; what was planned is kept, see `keep_plans`.
     """
     return mx.cuda.is_available()
+
+
+def keep_plans() -> None:
+    """Before the first plan is made: have MLX keep more of them than its 64, which one long prompt takes."""
+    os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")

@@ -17,7 +17,7 @@ from mlxd.batching.device import on_cpu, plans_by_shape
 from mlxd.batching.memory import main_dtype
 from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
-from mlxd.batching.prefill import cohorts, prefill
+from mlxd.batching.prefill import Padding, cohorts, prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
 from mlxd.batching.sampler_state import Draw
@@ -213,10 +213,11 @@ class MlxRunner:
         roots: list[mx.array] = []
         groups = [(index, group.spec) for index, group in enumerate(self._groups)]
         may_pad = self._may_pad and self.info.max_batch > 1
-        pad_to = self._memory.page_size if may_pad and plans_by_shape() else 1
+        pads = may_pad and plans_by_shape()
+        padding = Padding(self._memory.page_size, self._memory.chunk) if pads else None
         places = self._caches, self._paths, groups, self._layer_groups
         for cohort in cohorts(chunks, self._memory.chunk, padded=may_pad):
-            roots.append(prefill(self.model, *places, cohort, pad_to))
+            roots.append(prefill(self.model, *places, cohort, padding))
             mx.async_eval(roots[-1])
         return roots
 

@@ -118,18 +118,28 @@ def cannot_be_packed(reason: str) -> SettingError:
 
 
 def plan_prompts(runner: MlxRunner, memory: MemoryPlan, box: TimeBox) -> None:
-    """Have attention planned for all first chunks that a prompt may have, short ones first, where it is."""
+    """Where attention is planned, have it planned for the chunks of prompts: first ones, then deeper ones."""
     if not plans_by_shape():
         return
     driver = Driver(runner, memory)
-    longest = min(memory.chunk, memory.max_model_len - 1)
-    for length in range(memory.page_size, longest + 1, memory.page_size):
+    longest = min([memory.max_model_len - 1, *_most_positions(memory)])
+    for length in range(memory.page_size, min(memory.chunk, longest) + 1, memory.page_size):
         if box.is_over:
             break
         row = driver.join((0,) * (length + 1))
         driver.prefill()
         driver.leave(row)
+    row = driver.join((0,) * (longest + 1))
+    while not box.is_over and driver.prefill_step():
+        pass
+    driver.leave(row)
     driver.clean()
+
+
+def _most_positions(memory: MemoryPlan) -> list[int]:
+    """That one row may have, by each group that grows with it."""
+    growing = [group for group in memory.groups if not group.spec.is_bounded]
+    return [group.num_pages * group.spec.page_size - 1 for group in growing]
 
 
 def row_buckets(max_rows: int) -> list[int]:

@@ -7,7 +7,7 @@ from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, Rig, make_rig, oracle, p
 from mlxd.batching import mlx_runner, tuning
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import PrefillChunk, StepPlan
-from mlxd.batching.prefill import cohorts
+from mlxd.batching.prefill import Padding, cohorts
 from mlxd.batching.row import Row
 from mlxd.caches.quantization import Quantization
 
@@ -53,6 +53,14 @@ def test_which_chunks_share_a_forward(lengths: list[int], padded: bool, expected
     assert [[chunk.num_tokens for chunk in cohort] for cohort in formed] == expected
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "start", "length"),
+    [(1, 0, 4), (4, 0, 4), (9, 0, 12), (48, 0, 48), (1, 48, 4), (9, 48, 16), (33, 48, 48), (48, 48, 48)],
+)
+def test_padded_forwards_have_few_lengths(num_tokens: int, start: int, length: int) -> None:
+    assert Padding(page_size=4, chunk=48).length(num_tokens, start) == length
+
+
 def test_a_chunk_with_history_goes_alone() -> None:
     chunks = [chunk_of(8), chunk_of(8, start=16), chunk_of(8, start=16)]
     assert sorted(len(cohort) for cohort in cohorts(chunks, 4 * CHUNK, padded=True)) == [1, 1, 1]
@@ -93,11 +101,14 @@ def test_a_long_prompt_holds_its_window_and_a_chunk(family: str, monkeypatch: py
 def test_prompts_padded_to_whole_pages_draw_what_mlx_lm_draws(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA; forwards then have a handful of lengths."""
+    """As on CUDA; with a history, a power of two of pages, more than the row may hold."""
     monkeypatch.setattr(mlx_runner, "plans_by_shape", lambda: True)
     rig = make_rig(family)
     lengths = count_lengths(rig, monkeypatch)
-    prompts = [prompt_of(length, seed=length) for length in (2, PAGE + 3, CHUNK + PAGE + 2, 3 * CHUNK - 1)]
+    prompts = [
+        prompt_of(length, seed=length)
+        for length in (2, PAGE + 3, CHUNK + PAGE + 2, CHUNK + 2 * PAGE + 2, 3 * CHUNK)
+    ]
     driver = rig.driver()
     rows = [driver.join(prompt, WATCHED) for prompt in prompts]
     driver.prefill()
@@ -110,9 +121,9 @@ def test_prompts_padded_to_whole_pages_draw_what_mlx_lm_draws(
 
 
 @pytest.mark.parametrize(
-    ("plans", "limit_s", "expected"), [(True, 60, [4, 8, 12, 16]), (True, 0, []), (False, 60, [])]
+    ("plans", "limit_s", "expected"), [(True, 60, [4, 8, 12, 16, *[16] * 8]), (True, 0, []), (False, 60, [])]
 )
-def test_first_chunks_are_planned_at_start_where_attention_is(
+def test_chunks_are_planned_at_start_where_attention_is(
     plans: bool, limit_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (mlx_runner, tuning):
