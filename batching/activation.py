@@ -7,7 +7,8 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from mlxd.batching.fast_exp import fast_swiglu, on_cpu
+from mlxd.batching.device import on_cpu
+from mlxd.batching.fast_exp import fast_swiglu
 from mlxd.caches.mlx_lm_import import activations
 
 _NAME = "swiglu"

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan
 from mlxd.batching.row import Row
 from mlxd.batching.runner import PendingStep, Runner
-from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.sampling_params import GREEDY, SamplingParams
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import page_tables
 from mlxd.caches.sizing import MemoryPlan
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 class Driver:

@@ -43,6 +43,11 @@ class OutOfMemoryError(MlxdError, RuntimeError):
     code = "out_of_memory"
 
 
+def show_path(keys: tuple[str | int, ...]) -> str:
+    """("tenants", 0, "name") -> "tenants[0].name"."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+
+
 class SettingError(ModelError):
     """A setting that is wrong for this model or this machine: no restart mends it.
 
@@ -52,7 +57,6 @@ class SettingError(ModelError):
     """
 
     def __init__(self, keys: tuple[str | int, ...], sentence: str) -> None:
-        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
-        super().__init__(f"{path.removeprefix('.')} {sentence}")
+        super().__init__(f"{show_path(keys)} {sentence}")
         self.keys = keys
         self.sentence = sentence

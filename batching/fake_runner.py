@@ -1,15 +1,14 @@
 """A runner without a model: deterministic tokens, and every rule of a plan checked."""
 
 import threading
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlxd.batching.fake_memory import fake_memory
+from mlxd.batching.fake_pages import FakePages
 from mlxd.batching.plan import (
     DecodeEntry,
     PrefillChunk,
-    RestoredPage,
     RowResult,
     StepPlan,
     StepResult,
@@ -53,13 +52,15 @@ class _RowState:
     history: list[int] = field(default_factory=list)
     drawn: int | None = None
 
+    def append(self, token: int) -> None:
+        self.history.append(_mix(self.history[-1] if self.history else _START, token))
+
 
 class FakeRunner:
     """Gives each row tokens that depend on its own tokens and seed alone, so never on its siblings.
 
-    Pages are kept as lists of hashes, a state as its last one. What a row reads must be what it, or whoever
-    left it pages to reuse, wrote for the same tokens: a page that was mixed up, not scrubbed, given to
-    another row too early, never written or written twice shows as a PlanError, not as a wrong token.
+    Its pages hold hashes: a page that was mixed up, not scrubbed, given to another row too early, never
+    written or written twice shows as a PlanError, not as a wrong token.
 
     Args:
         memory: pools and chunk size; None: `fake_memory()`.
@@ -111,14 +112,13 @@ class FakeRunner:
         self._fail_at_step = fail_at_step
         self._hang_at_step = hang_at_step
         self._rows: dict[int, _RowState] = {}
-        self._pages: list[dict[int, list[int]]] = [{} for _ in memory.groups]
+        self._pages = FakePages(len(memory.groups), checks=checks)
         self._unwaited: list[int] = []
         self._num_steps = 0
 
     def reset(self) -> None:
         self._rows.clear()
-        for pages in self._pages:
-            pages.clear()
+        self._pages.clear()
         self._unwaited.clear()
 
     def launch(self, plan: StepPlan) -> "FakePendingStep":
@@ -130,12 +130,7 @@ class FakeRunner:
             raise RuntimeError(f"step {plan.step_id} fails as asked")
         if self._checks:
             check_plan(plan)
-        self._copy(plan)
-        for pages, scrubbed in zip(self._pages, plan.scrub, strict=True):
-            for page in scrubbed:
-                pages.pop(page, None)
-        for restored in plan.restored:
-            self._restore(restored)
+        self._pages.prepare(plan)
         for row_id in plan.left:
             if self._rows.pop(row_id, None) is None:
                 raise PlanError(f"step {plan.step_id}: row {row_id} left and was in no step")
@@ -187,7 +182,7 @@ class FakeRunner:
         if state is None:
             state = self._rows[row.row_id] = _RowState()
             for token in [*row.prompt, *row.output][: row.num_reused]:
-                state.history.append(_mix(state.history[-1] if state.history else _START, token))
+                state.append(token)
         return state
 
     def _write(self, row: Row, state: _RowState, start: int, tokens: Sequence[int]) -> None:
@@ -195,55 +190,8 @@ class FakeRunner:
         if start != len(state.history):
             raise PlanError(f"row {row.row_id}: position {start} after {len(state.history)}")
         for token in tokens:
-            state.history.append(_mix(state.history[-1] if state.history else _START, token))
-        if self._checks:
-            for group, table in enumerate(row.tables):
-                if table.spec.state_bytes:
-                    self._write_state(row, state.history, group, start)
-                else:
-                    self._write_pages(row, state.history, group, start)
-
-    def _write_state(self, row: Row, history: list[int], group: int, start: int) -> None:
-        [slot] = row.tables[group].pages
-        found = self._pages[group].get(slot, [0])
-        if found != [history[start - 1] if start else 0]:
-            raise PlanError(f"row {row.row_id}: slot {slot} does not hold its state before position {start}")
-        self._pages[group][slot] = [history[-1]]
-
-    def _write_pages(self, row: Row, history: list[int], group: int, start: int) -> None:
-        table, pages = row.tables[group], self._pages[group]
-        size, end = table.spec.page_size, len(history)
-        if not table.spec.serves(start):
-            return
-        first = table.spec.first_live_page(start)
-        if not table.first_page <= first or not end <= table.end:
-            raise PlanError(
-                f"row {row.row_id}: {first * size}..{end} not in pages {table.start}..{table.end}"
-            )
-        for index in range(first, -(-end // size)):
-            low, high = index * size, min((index + 1) * size, end)
-            page_id = table.pages[index - table.first_page]
-            if low >= start and page_id in pages:
-                raise PlanError(f"row {row.row_id}: page {page_id} of group {group} was not scrubbed")
-            page = pages.setdefault(page_id, [0] * size)
-            if page[: max(0, start - low)] != history[low : min(start, high)]:
-                raise PlanError(f"row {row.row_id}: positions from {low} do not hold what it wrote")
-            fresh = max(start, low)
-            if any(page[fresh - low :]):
-                raise PlanError(f"row {row.row_id}: position {fresh} or a later one is written again")
-            page[fresh - low : high - low] = history[fresh:high]
-        if end == table.spec.until:
-            self._hand_over(row, history, group + 1)
-
-    def _hand_over(self, row: Row, history: list[int], group: int) -> None:
-        """All that the row has passes into the pages of its next group."""
-        table, size = row.tables[group], row.tables[group].spec.page_size
-        for index in range(table.first_page, len(history) // size):
-            if self._pages[group].setdefault(table.page(index), [0] * size) != [0] * size:
-                raise PlanError(
-                    f"row {row.row_id}: page {table.page(index)} of group {group} was not scrubbed"
-                )
-            self._pages[group][table.page(index)] = history[index * size : (index + 1) * size]
+            state.append(token)
+        self._pages.write(row, state.history, start)
 
     def maintain(self) -> bool:
         return False
@@ -258,25 +206,8 @@ class FakeRunner:
         )
 
     def export_pages(self, pages: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Hashes of the pages' positions, or of a state's last; a page that is not full is never shared."""
-        payloads = []
-        for group, page in pages:
-            held = self._pages[group].get(page, [0])
-            if self._checks and not all(held):
-                raise PlanError(f"page {page} of group {group} is exported and is not full")
-            payloads.append(array("Q", held).tobytes())
-        return payloads
-
-    def _copy(self, plan: StepPlan) -> None:
-        """All origins are read first. A page that nobody wrote is never copied."""
-        for group, pairs in enumerate(plan.copies):
-            pages = self._pages[group]
-            if self._checks and any(origin not in pages for origin, _ in pairs):
-                raise PlanError(f"step {plan.step_id}: of {pairs}, group {group}, an origin is empty")
-            pages |= [(page, list(pages[origin])) for origin, page in pairs if origin in pages]
-
-    def _restore(self, restored: RestoredPage) -> None:
-        self._pages[restored.group][restored.page] = array("Q", bytes(restored.payload)).tolist()
+        """Hashes of the pages' positions, or of a state's last."""
+        return self._pages.export(pages)
 
     def counters(self) -> RunnerCounters:
         return RunnerCounters(eager_steps=self._num_steps)

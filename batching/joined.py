@@ -18,14 +18,13 @@ import mlx.nn as nn
 
 from mlxd.batching.selftest import tolerance
 from mlxd.caches.kinds import native_caches
+from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 
 logger = logging.getLogger(__name__)
 
 _KNOWN = (nn.Linear, nn.QuantizedLinear)
 """Layers whose arrays all begin with the outputs: to join each array is to join the outputs."""
 _PROMPT, _NEXT = [3, 1, 2, 0, 1], [2]
-_FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model raises that does not find what it expects depends on its own code."""
 
 
 def join_projections(model: nn.Module, dtype: mx.Dtype) -> str:
@@ -40,8 +39,8 @@ def join_projections(model: nn.Module, dtype: mx.Dtype) -> str:
     """
     try:
         together, expected = _listen(model)
-    except _FAULTS as error:
-        return f"nothing: {_sentence(error)}"
+    except MODEL_FAULTS as error:
+        return f"nothing: {summary_of(error)}"
     joins = [_Join(parent, names) for parent, group in together for names in _of_one_form(parent, group)]
     if not joins:
         return "nothing: no layers that it knows share their input"
@@ -67,13 +66,9 @@ def _logprobs(model: nn.Module) -> mx.array:
 def _fault(model: nn.Module, expected: mx.array, limit: float) -> str | None:
     try:
         worst = float(mx.abs(_logprobs(model) - expected).max())
-    except _FAULTS as error:
-        return f"fails ({_sentence(error)})"
+    except MODEL_FAULTS as error:
+        return f"fails ({summary_of(error)})"
     return None if worst <= limit else f"differs by {worst:.2g}"
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class _Listener:

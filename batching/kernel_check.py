@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlxd.batching.attention import InPlace
 from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel
 from mlxd.batching.rotation import Rotary
+from mlxd.caches.model_faults import summary_of
 from mlxd.caches.paged import PagedStandIn
 from mlxd.caches.paged_view import PagedView, write_position
 from mlxd.caches.quantized import keys_and_values, planes_of
@@ -162,7 +163,7 @@ def _fault(step: RandomStep) -> str | None:
     try:
         errors = relative_errors(step.run(), expected)
     except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return summary_of(error)
     for row, off in enumerate(errors):
         if not off <= LIMITS[step.case.dtype]:
             return f"row {row} of {len(errors)} is off by {off:.2g} of its norm"

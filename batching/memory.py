@@ -1,40 +1,25 @@
 """From a model and the settings to the plan of what the daemon will hold."""
 
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.device import device_name
 from mlxd.batching.errors import ModelError, SettingError
 from mlxd.caches.budget import parse_budget
 from mlxd.caches.delayed_step import DelayedShape
 from mlxd.caches.kinds import Layer, UnsupportedCacheError, group_specs, inspect_layers, packed_layers
 from mlxd.caches.quantization import Quantization
-from mlxd.caches.sizing import MemoryPlan, plan_memory
+from mlxd.caches.sizing import GroupSpec, MemoryPlan, plan_memory
 
-PAGE_SIZES = {"cpu": 64, "gpu": 64}
+AUTO_PAGE_SIZE = 64
 """Chosen by benchmarks/attention.py; docs/performance.md has the figures."""
 
 TRIAL_STEPS = 3
 """Tokens that each row of the self-test draws."""
 _STATE_ONLY = 16
 """Stands for a page where a model keeps none."""
-
-
-def device_name() -> str:
-    """ "cpu" or "gpu": what MLX computes on by default."""
-    return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
-
-
-def device_memory_bytes() -> int:
-    """Memory the device may use in all; on the CPU and on CUDA, what is in use here and what is free."""
-    if device_name() == "cpu":
-        return mx.get_active_memory() + os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    info = mx.device_info()
-    if mx.cuda.is_available():
-        return mx.get_active_memory() + mx.get_cache_memory() + int(info["free_memory"])
-    return int(info["memory_size"])
 
 
 def check_attention(attention: str) -> None:
@@ -100,14 +85,7 @@ def plan_for(
     except ValueError as error:
         raise SettingError(("cache", "budget"), str(error)) from error
     specs = group_specs(layers, page_size, chunk)
-    boundary = max(spec.since for spec in specs)
-    if boundary and boundary + page_size > max_model_len:
-        start = max(s.quantization.start for layer in layers if isinstance(s := layer.shape, DelayedShape))
-        sentence = (
-            f"is {start} ({boundary} in whole chunks of {chunk}); "
-            f"rows have at most {max_model_len} positions, so none would be packed"
-        )
-        raise SettingError(("cache", "quantization", "start"), sentence)
+    _check_boundary(specs, layers, chunk, page_size, max_model_len)
     try:
         memory = plan_memory(
             specs,
@@ -120,12 +98,32 @@ def plan_for(
         )
     except ValueError as error:
         raise SettingError(("cache", "budget"), f"is {budget!r}: {error}") from error
-    lengths = [length + TRIAL_STEPS for length in trial_lengths(memory)]
-    if any(g.num_promised < sum(g.spec.pages_for(n, chunk) for n in lengths) for g in memory.groups):
-        rows = ", ".join(map(str, lengths))
-        sentence = f"is {budget!r}: it has no room for the self-test, whose rows have {rows} positions"
-        raise SettingError(("cache", "budget"), sentence)
+    _check_room_for_trials(memory, budget)
     return memory
+
+
+def _check_boundary(
+    specs: Sequence[GroupSpec], layers: Sequence[Layer], chunk: int, page_size: int, max_model_len: int
+) -> None:
+    """Raises SettingError where rows are to be packed on their way, and none ever gets a packed page."""
+    boundary = max(spec.since for spec in specs)
+    if boundary and boundary + page_size > max_model_len:
+        start = max(s.quantization.start for layer in layers if isinstance(s := layer.shape, DelayedShape))
+        sentence = (
+            f"is {start} ({boundary} in whole chunks of {chunk}); "
+            f"rows have at most {max_model_len} positions, so none would be packed"
+        )
+        raise SettingError(("cache", "quantization", "start"), sentence)
+
+
+def _check_room_for_trials(memory: MemoryPlan, budget: str | int | float) -> None:
+    """Raises SettingError where the pages do not hold the rows of the self-test."""
+    lengths = [length + TRIAL_STEPS for length in trial_lengths(memory)]
+    for group in memory.groups:
+        if group.num_promised < sum(group.spec.pages_for(length, memory.chunk) for length in lengths):
+            rows = ", ".join(map(str, lengths))
+            sentence = f"is {budget!r}: it has no room for the self-test, whose rows have {rows} positions"
+            raise SettingError(("cache", "budget"), sentence)
 
 
 def trial_lengths(memory: MemoryPlan) -> tuple[int, ...]:

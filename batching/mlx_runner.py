@@ -13,10 +13,11 @@ from mlxd.batching.allocation import allocating
 from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
+from mlxd.batching.device import on_cpu, plans_by_shape
 from mlxd.batching.memory import main_dtype
 from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
-from mlxd.batching.prefill import cohorts, prefill
+from mlxd.batching.prefill import Padding, cohorts, prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerCounters, RunnerInfo
 from mlxd.batching.sampler_state import Draw
@@ -28,11 +29,6 @@ from mlxd.caches.page_io import PageArrays
 from mlxd.caches.persistence import PageFormat
 from mlxd.caches.row_group import RowGroup, row_bucket, row_groups
 from mlxd.caches.sizing import MemoryPlan
-
-
-def _writes_pools(plan: StepPlan) -> bool:
-    """Whether anything but decoding does."""
-    return bool(plan.prefill or plan.restored or any(plan.copies) or any(plan.scrub))
 
 
 class MlxRunner:
@@ -75,7 +71,7 @@ class MlxRunner:
         self._default_attention = variant("gathered")
         self._trace_bound_s = trace_bound_s
         self._trace_s = 0.0
-        self._clock = StepClock(launch_blocks=mx.default_device() == mx.Device(mx.cpu))
+        self._clock = StepClock(launch_blocks=on_cpu())
         self._launched: MlxStep | None = None
         install_seam(model)
         self.reset()
@@ -144,7 +140,7 @@ class MlxRunner:
         """
         keeps_pools, num_traces = self._keeps_pools, self.step.num_traces
         with allocating():
-            if keeps_pools and _writes_pools(plan):
+            if keeps_pools and plan.writes_pages:
                 self._finish_launched()
             begun_at = time.perf_counter()
             self._copy(plan.copies)
@@ -216,8 +212,12 @@ class MlxRunner:
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> list[mx.array]:
         roots: list[mx.array] = []
         groups = [(index, group.spec) for index, group in enumerate(self._groups)]
-        for cohort in cohorts(chunks, self._memory.chunk, padded=self._may_pad and self.info.max_batch > 1):
-            roots.append(prefill(self.model, self._caches, self._paths, groups, self._layer_groups, cohort))
+        may_pad = self._may_pad and self.info.max_batch > 1
+        pads = may_pad and plans_by_shape()
+        padding = Padding(self._memory.page_size, self._memory.chunk) if pads else None
+        places = self._caches, self._paths, groups, self._layer_groups
+        for cohort in cohorts(chunks, self._memory.chunk, padded=may_pad):
+            roots.append(prefill(self.model, *places, cohort, padding))
             mx.async_eval(roots[-1])
         return roots
 

@@ -15,6 +15,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlxd.batching.builtin import BUILTIN, pull
+from mlxd.batching.device import on_cpu
 from mlxd.batching.errors import ModelError, SettingError
 from mlxd.batching.memory import main_dtype
 from mlxd.batching.model_files import inspect
@@ -22,22 +23,11 @@ from mlxd.batching.runner import Progress
 from mlxd.batching.text import Tokenizer
 from mlxd.batching.waiting import wait_for
 from mlxd.caches.mlx_lm_import import utils as mlx_lm
+from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.jinja", "*.txt", "model*.safetensors", "tokenizer.model", "*.tiktoken")
-_LONGEST_REASON = 400
 _PATH = ("model", "path")
-_FAULTS_OF_A_MODEL = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a wrong config or weight raises depends on the model's own code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +112,7 @@ def open_model(path: Path, max_model_len: int | None = None, *, name: str | None
     tokenizer = Tokenizer.load(path)
     context = _context(name or str(path), files.max_model_len, max_model_len)
     model, config = _build(path)
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         _make_float32(model)
     parameters = _parameters(model)
     return LoadedModel(
@@ -148,7 +138,7 @@ def _fetch_from_hub(name: str, progress: Progress) -> Path:
     except RepositoryNotFoundError as error:
         raise SettingError(_PATH, f"is {name!r}, which the hub does not know or does not show you") from error
     except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ModelError(f"cannot fetch {name!r} from the hub: {_reason(error)}") from error
+        raise ModelError(f"cannot fetch {name!r} from the hub: {summary_of(error)}") from error
     progress("download", 1.0)
     return Path(folder)
 
@@ -166,24 +156,8 @@ def _build(path: Path) -> tuple[Module, dict[str, Any]]:
     """The model with its weights still lazy."""
     try:
         return mlx_lm.load_model(path, lazy=True)
-    # What a wrong config or weight raises depends on the model's own code.
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-        OSError,
-    ) as error:
-        raise ModelError(f"{path}: mlx-lm cannot build the model: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """One line, however much the library had to say."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = f"no entry {text}" if isinstance(error, KeyError) else text
-    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."
+    except (*MODEL_FAULTS, OSError) as error:
+        raise ModelError(f"{path}: mlx-lm cannot build the model: {summary_of(error)}") from error
 
 
 def _make_float32(model: Module) -> None:

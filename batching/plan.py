@@ -77,6 +77,11 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.prefill)
 
+    @property
+    def writes_pages(self) -> bool:
+        """Whether anything but decoding does."""
+        return bool(self.prefill or self.restored or any(self.copies) or any(self.scrub))
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -1,6 +1,7 @@
 """Prefill forwards: a chunk of one row, or several short prompts at once."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,6 +39,24 @@ def cohorts(chunks: Sequence[PrefillChunk], max_tokens: int, *, padded: bool) ->
     return alone + shared
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Has forwards come in few lengths, where attention is planned anew for each.
+
+    Whole pages; where there is a history, which makes each start another shape, a power of two of them.
+    """
+
+    page_size: int
+    chunk: int
+
+    def length(self, num_tokens: int, start: int) -> int:
+        """Tokens of a forward that computes so many, at most a chunk."""
+        pages = -(-num_tokens // self.page_size)
+        if start:
+            pages = 1 << (pages - 1).bit_length()
+        return min(pages * self.page_size, max(self.chunk, num_tokens))
+
+
 def prefill(
     model: nn.Module,
     caches: Sequence[RowCache],
@@ -45,6 +64,7 @@ def prefill(
     groups: Sequence[tuple[int, GroupSpec]],
     layer_groups: Sequence[int],
     cohort: Sequence[PrefillChunk],
+    padding: Padding | None,
 ) -> mx.array:
     """Build one prefill forward; the caches adopt its writes, nothing is evaluated.
 
@@ -55,21 +75,24 @@ def prefill(
         groups: (index into a row's tables, spec) of each group.
         paths: per cache, its place in the model's list.
         layer_groups: per cache, which of `groups` it belongs to.
+        padding: on the right of all rows, beside what shorter ones get.
     Returns:
         A scalar whose evaluation runs the forward. It stands for the pools, which must not be held until the
         step is read: the next step's writes would then copy them.
     """
     start = cohort[0].start
     ends = [chunk.end for chunk in cohort]
+    length = max(chunk.num_tokens for chunk in cohort)
+    if padding is not None:
+        length = padding.length(length, start)
     views = {
-        spec.name: PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends)
+        spec.name: PrefillView(spec, [chunk.row.tables[index] for chunk in cohort], start, ends, length)
         for index, spec in groups
         if spec.serves(start)
     }
     specs = [spec for _, spec in groups]
     serving = [spec.name if spec.serves(start) else spec.successor for spec in specs]
     maintained = [m for cache in caches if (m := cache.prefill_maintenance) is not None]
-    length = max(chunk.num_tokens for chunk in cohort)
     tokens = mx.array([chunk.tokens + (0,) * (length - chunk.num_tokens) for chunk in cohort], dtype=mx.int32)
     for cache in maintained:
         cache.begin_prefill()

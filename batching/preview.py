@@ -2,14 +2,8 @@
 
 from typing import Literal
 
-from mlxd.batching.memory import (
-    PAGE_SIZES,
-    check_attention,
-    device_memory_bytes,
-    device_name,
-    layers_of,
-    plan_for,
-)
+from mlxd.batching.device import device_memory_bytes
+from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, plan_for
 from mlxd.batching.model import blaming_path, open_model, resolve
 from mlxd.batching.runner import Progress
 from mlxd.caches.quantization import Quantization
@@ -45,14 +39,13 @@ def preview_plan(
     with blaming_path(model_path):
         loaded = open_model(folder, max_model_len, name=model_path)
         layers = layers_of(loaded.model, quantization)
-    size = PAGE_SIZES[device_name()] if page_size == "auto" else page_size
     chunk = ASSUMED_CHUNK if prefill_chunk == "auto" else prefill_chunk
     return plan_for(
         layers,
         weights_bytes=loaded.weights_bytes,
         free_bytes=device_memory_bytes() - loaded.weights_bytes,
         budget=budget,
-        page_size=size,
+        page_size=AUTO_PAGE_SIZE if page_size == "auto" else page_size,
         max_rows=max_rows,
         max_model_len=loaded.max_model_len,
         chunk=chunk,

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxd.batching.fast_exp import on_cpu
+from mlxd.batching.device import on_cpu
 from mlxd.caches.mlx_lm_import import rope_utils
 
 _KNOWN = (
@@ -177,5 +177,6 @@ def _rotary(rope: Any) -> Rotary | None:
 def _table(rope: nn.Module, units: mx.array, positions: mx.array) -> mx.array:
     """float32 [B, dims], the units as the embedding turns them."""
     rows, dims = positions.shape[0], units.shape[-1]
-    turned: mx.array = rope(mx.broadcast_to(units, (rows, 1, 1, dims)), offset=positions)
+    # MLX's CUDA rotation reads rows that are broadcast as if they were apart.
+    turned: mx.array = rope(mx.contiguous(mx.broadcast_to(units, (rows, 1, 1, dims))), offset=positions)
     return turned.reshape(rows, dims)

@@ -11,12 +11,10 @@ import numpy.typing as npt
 from mlxd.batching.plan import DecodeEntry, RowResult, TokenLogprobs
 from mlxd.batching.row import Row
 from mlxd.batching.sampler import SamplingShape
-from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.sampling_params import GREEDY, SamplingParams
 
 _MIN_TEMPERATURE = 1e-5
 """Below it a draw is greedy in all but name, and scores over temperature leave float32."""
-
-_GREEDY = SamplingParams(temperature=0.0)
 
 
 def uniforms(seeds: Sequence[int], output_indices: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -110,7 +108,7 @@ class SamplingBatch:
         self._row_ids = tuple(entry.row.row_id for entry in entries)
         self._next_index: dict[int, int] = {}
         params = [_effective(entry.row.sampling) for entry in entries]
-        params += [_GREEDY] * (bucket - len(entries))
+        params += [GREEDY] * (bucket - len(entries))
         self.shape = _shape_of(params)
         self._arrays = self._parameters(params)
         if self.shape.penalties:

@@ -86,6 +86,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _int("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 def _error(field: str, sentence: str) -> InvalidParamError:
     path = f"sampling.{field}"
     return InvalidParamError.from_message(path, f"{path} {sentence}")

@@ -13,13 +13,14 @@ from mlxd.batching.plan import RowResult
 from mlxd.batching.runner import Progress
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.kinds import native_caches, round_caches, rounded_caches
+from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
 
 _PIECE = 512
 """Positions that the oracle computes at once, so that a long prompt shows as progress."""
 _ALMOST = 0.99
-"""Whoever runs the self-test says when it is done."""
+"""Only `Work.finish` says that it is done."""
 _WATCH = SamplingParams(temperature=0.0, top_logprobs=20, max_tokens=TRIAL_STEPS)
 _EXACT = 2e-3
 _TF32 = 0.05
@@ -57,6 +58,10 @@ class Work:
         self._done += num_positions
         self._progress("self-test", min(_ALMOST, self._done / self._total))
 
+    def finish(self) -> None:
+        """All is done, or as much as had to be."""
+        self._progress("self-test", 1.0)
+
 
 def prompts(memory: MemoryPlan, vocab_size: int) -> list[list[int]]:
     """Prompts of the lengths that `trial_lengths` gives."""
@@ -92,8 +97,8 @@ def fault_in(
         for _ in range(TRIAL_STEPS):
             steps.append(driver.decode())
             tell(len(rows))
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    except MODEL_FAULTS as error:
+        return summary_of(error)
     finally:
         for row in list(driver.rows):
             driver.leave(row)

@@ -9,22 +9,25 @@ from itertools import product
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxd.batching.device import compiles_kernels, on_cpu, plans_by_shape
 from mlxd.batching.driver import Driver
 from mlxd.batching.errors import SettingError
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
-from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.sampling_params import GREEDY, SamplingParams
 from mlxd.caches.kinds import Layer, group_specs, native_caches
+from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 from mlxd.caches.row_group import row_bucket, width_bucket
 from mlxd.caches.sizing import MemoryPlan, plan_memory
 
 _SMALLEST_CHUNK = 64
 _LARGEST_CHUNK = 2048
 _REPEATS = 3
+_KERNEL_LEAD = 0.75
+"""Of the kernel's time counts: eager steps cost the host more than compiled ones, and noise is as large."""
 _HOPELESS = 2.0
 _LONGEST_CONTEXT = 0.5
 """Of the largest context: what a row is timed with, where that many pages a row there are."""
-GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0)
 
 
@@ -45,11 +48,6 @@ class TimeBox:
     def part(self, share: float) -> "TimeBox":
         """One that ends when `share` of what is left now has passed."""
         return TimeBox(share * self.left_s)
-
-
-def compiles_kernels() -> bool:
-    """Whether the first run of any shape may be far slower than the next: CUDA compiles what it meets."""
-    return mx.cuda.is_available()
 
 
 def choose_chunk(
@@ -110,9 +108,8 @@ def packed_chunk_s(model: nn.Module, layers: Sequence[Layer], page_size: int, nu
     begun = time.perf_counter()
     try:
         driver.prefill()
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise cannot_be_packed(reason) from error
+    except MODEL_FAULTS as error:
+        raise cannot_be_packed(summary_of(error)) from error
     return time.perf_counter() - begun
 
 
@@ -120,6 +117,31 @@ def cannot_be_packed(reason: str) -> SettingError:
     """`cache.quantization` is wrong for a model that passes its attention by."""
     sentence = f"does not go with this model, whose attention does not read it: {reason}"
     return SettingError(("cache", "quantization"), sentence)
+
+
+def plan_prompts(runner: MlxRunner, memory: MemoryPlan, box: TimeBox) -> None:
+    """Where attention is planned, have it planned for the chunks of prompts: first ones, then deeper ones."""
+    if not plans_by_shape():
+        return
+    driver = Driver(runner, memory)
+    longest = min([memory.max_model_len - 1, *_most_positions(memory)])
+    for length in range(memory.page_size, min(memory.chunk, longest) + 1, memory.page_size):
+        if box.is_over:
+            break
+        row = driver.join((0,) * (length + 1))
+        driver.prefill()
+        driver.leave(row)
+    row = driver.join((0,) * (longest + 1))
+    while not box.is_over and driver.prefill_step():
+        pass
+    driver.leave(row)
+    driver.clean()
+
+
+def _most_positions(memory: MemoryPlan) -> list[int]:
+    """That one row may have, by each group that grows with it."""
+    growing = [group for group in memory.groups if not group.spec.is_bounded]
+    return [group.num_pages * group.spec.page_size - 1 for group in growing]
 
 
 def row_buckets(max_rows: int) -> list[int]:
@@ -195,10 +217,10 @@ def choose_attention(
                 run()
             beat_s = min(times[rows].values(), default=math.inf)
             times[rows][name] = best_s(run, box, beat_s)
-    best = {
-        rows: min(right, key=times[min(times, key=lambda measured: abs(measured - rows))].__getitem__)
-        for rows in buckets
-    }
+    best = {}
+    for rows in buckets:
+        nearest = times[min(times, key=lambda measured: abs(measured - rows))]
+        best[rows] = min(right, key=lambda name: nearest[name] * (_KERNEL_LEAD if name == "kernel" else 1.0))
     runner.set_attention(right[0], best)
     return dict(sorted(times.items()))
 
@@ -220,7 +242,7 @@ def choose_compiled(
         None where there is no time to try: compiled steps serve then, on the CPU eager ones.
     """
     if box.is_over:
-        runner.step.enabled = mx.default_device() != mx.Device(mx.cpu)
+        runner.step.enabled = not on_cpu()
         return None
     bucket = row_bucket(runner.info.max_batch)
     widths = typical_widths(memory, bucket)

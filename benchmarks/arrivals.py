@@ -18,7 +18,7 @@ from figures import Line, Record, add_output_options, numbers, of_case, read_lin
 from join_leave import MlxLm as JoinLeaveMlxLm
 from join_leave import Ours, blas, measure
 from machine import describe
-from models import BenchModel, load, make_runner
+from models import BenchModel, load, make_runner, warm_up
 from sides import MlxLm, Scheduled, Side
 from traffic import Arrival, poisson, serve, wave
 
@@ -67,6 +67,7 @@ def _compare(bench: BenchModel, rows: int, options: argparse.Namespace, record: 
         chunk=options.chunk,
         attention=options.attention,
     )
+    warm_up(runner)
     record({"kind": "choices", **runner.info.notes})
     sides: list[Side] = [Scheduled(runner, rows, options.prefill_ms), MlxLm(bench, rows)]
     lines = []
@@ -82,7 +83,7 @@ def _rounds(sides: Sequence[Side], rows: int, vocab_size: int, options: argparse
     sizes = options.prompt, options.output, vocab_size
     number_of_requests, capacity = options.waves * rows, 0.0
     for side in sides:
-        # Once unmeasured: graphs are compiled and buffers are made.
+        # Once unmeasured: buffers are made.
         first = wave(number_of_requests, *sizes, seed=0)
         serve(side, [Arrival(0.0, each.prompt, _WARM_TOKENS) for each in first], rows)
     for number in range(options.rounds):

@@ -23,7 +23,8 @@ from mlxd.scheduler.config import (
 
 PAGE_SIZE = 64
 _TOKEN = "benchmark"
-_START_S = 120.0
+_START_S = 300.0
+"""A first start on CUDA compiles kernels for minutes."""
 _LOOK_INTERVAL_S = 0.1
 
 

@@ -117,7 +117,8 @@ def _steady(
 ) -> None:
     from floor import live_bytes, weights_bytes
 
-    from mlxd.batching.memory import device_memory_bytes, layers_of
+    from mlxd.batching.device import device_memory_bytes
+    from mlxd.batching.memory import layers_of
 
     layers = layers_of(bench.model)
     grown = options.blocks * (options.steps + _WARM_STEPS)

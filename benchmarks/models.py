@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, llama
 
 from mlxd.batching import tuning
+from mlxd.batching.device import keep_plans
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import layers_of, main_dtype
 from mlxd.batching.mlx_runner import MlxRunner
@@ -108,6 +109,7 @@ def load(name: str) -> BenchModel:
     Weights are float32 on the CPU; random ones are bfloat16 on a GPU, and packed to 4 bits in groups of 64
     where the shape's name ends in "-4bit".
     """
+    keep_plans()
     model, vocab_size = _open(name)
     mx.eval(model.parameters())
     return BenchModel(name, model, vocab_size)
@@ -182,6 +184,14 @@ def make_runner(
         runner.step.enabled = compile == "on"
     runner.describe(attention=attention, compile="on" if runner.step.enabled else "off", joined=joined)
     return runner
+
+
+def warm_up(runner: MlxRunner) -> None:
+    """Plan and trace what service may need, as the daemon does at start where it has the time."""
+    memory = runner.info.memory
+    tuning.plan_prompts(runner, memory, tuning.TimeBox(_TUNING_S))
+    if runner.step.enabled:
+        tuning.trace_buckets(runner, memory, tuning.TimeBox(_TUNING_S), ignore_progress)
 
 
 def _plan(

@@ -49,7 +49,7 @@ def operations(outputs: Sequence["mx.array"]) -> Counter[str]:
 
 def of_step(runner: "MlxRunner", num_rows: int, widths: Sequence[int]) -> Counter[str]:
     """Of a greedy decode step of so many rows, whose page tables are so wide."""
-    from mlxd.batching.tuning import GREEDY
+    from mlxd.batching.sampling_params import GREEDY
 
     # What pools still wait for, such as scrubbing, is no part of the step that is counted.
     runner.trace(num_rows, widths, GREEDY)

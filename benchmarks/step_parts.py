@@ -13,11 +13,10 @@ from mlxd.batching.plan import DecodeEntry
 from mlxd.batching.row import Row
 from mlxd.batching.sampler import sample
 from mlxd.batching.sampler_state import SamplingBatch
-from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.sampling_params import GREEDY, SamplingParams
 from mlxd.caches.paged import LayerShape
 
 Build = Callable[[], Sequence[mx.array]]
-_GREEDY = SamplingParams(temperature=0.0)
 _DRAWN = SamplingParams(temperature=1.0)
 
 
@@ -27,7 +26,7 @@ def parts_of(runner: MlxRunner, lengths: Sequence[int], attention: str) -> dict[
     return {
         "attention": _attention(runner, lengths, attention),
         "products": _products(runner.model, rows, runner.dtype),
-        "sampling, greedy": _sampling(rows, vocab_size, runner.dtype, _GREEDY),
+        "sampling, greedy": _sampling(rows, vocab_size, runner.dtype, GREEDY),
         "sampling, drawn": _sampling(rows, vocab_size, runner.dtype, _DRAWN),
     }
 

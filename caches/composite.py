@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from mlxd.caches.contract import RowCache, check_claims, join_names, signature_of
+from mlxd.caches.contract import RowCache
+from mlxd.caches.signatures import check_claims, join_signatures, signature_of
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -57,7 +58,9 @@ class Composite:
         check_claims(self._members)
         pairs = zip(self._paths, self._members, strict=True)
         entries = groupby(pairs, key=lambda pair: pair[0][0])
-        return join_names(["+".join(signature_of(member) for _, member in entry) for _, entry in entries])
+        return join_signatures(
+            ["+".join(signature_of(member) for _, member in entry) for _, entry in entries]
+        )
 
     @property
     def row_offsets(self) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from mlxd.caches.contract import (
     has_spec_round,
     is_compiled_decode,
     is_row_batch,
-    signature_of,
 )
+from mlxd.caches.signatures import signature_of
 
 __all__ = ["CacheConformance", "Subject"]
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxd.caches.contract import KvDonorRows, RowCache
+from mlxd.caches.donor import pages_in_order
 from mlxd.caches.packed import Packed
 from mlxd.caches.page_io import PageArrays
 from mlxd.caches.page_pool import PagePool
@@ -58,19 +59,13 @@ class CopiedPages:
 
     def fetch(self, keys: mx.array, values: mx.array, view: PagedView) -> tuple[mx.array, mx.array]:
         """Returns [B, n_kv_heads, T * page_size, head_dim] of each."""
-        return _in_order(keys, view.table), _in_order(values, view.table)
+        return pages_in_order(keys, view.table), pages_in_order(values, view.table)
 
     def mask(self, view: PagedView) -> mx.array | None:
         return view.valid[:, None, None, :]
 
     def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         return False
-
-
-def _in_order(pool: mx.array, table: mx.array) -> mx.array:
-    batch, width = table.shape
-    _, heads, size, head_dim = pool.shape
-    return pool[table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, width * size, head_dim)
 
 
 @dataclass(frozen=True, slots=True)

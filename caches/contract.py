@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol, cast, runtime_checkable
+
+from mlxd.caches.signatures import SignatureError
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from mlxd.caches.paged_view import PagedView, PrefillView
-
-
-class SignatureError(Exception):
-    """A cache has no signature, an unknown one, or one that two kinds claim: nothing may be routed by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,39 +312,3 @@ def donor_attention_of(cache: object) -> KvDonorAttention | None:
     """What it lends now to attend by itself; None for a kind that has no such thing."""
     capture = getattr(cache, "capture_donor_attention", None)
     return None if capture is None else cast(KvDonorAttention, capture())
-
-
-def signature_of(cache: object) -> str:
-    """The cache's signature; anything that cannot say it is refused.
-
-    Raises:
-        SignatureError: no method, not a string, empty, or "unknown".
-    """
-    method = getattr(cache, "signature", None)
-    value = method() if callable(method) else None
-    if not isinstance(value, str) or not value or value == "unknown":
-        raise SignatureError(f"{type(cache).__name__} has no signature (got {value!r})")
-    return value
-
-
-def check_claims(caches: Sequence[object]) -> None:
-    """Raises SignatureError where caches of two classes give one signature: it could not tell them apart."""
-    claimed: dict[str, type] = {}
-    for cache in caches:
-        signature = signature_of(cache)
-        first = claimed.setdefault(signature, type(cache))
-        if first is not type(cache):
-            raise SignatureError(
-                f"{first.__name__} and {type(cache).__name__} both claim signature {signature!r}"
-            )
-
-
-def join_signatures(caches: Sequence[object]) -> str:
-    """Identity of a whole model's state, in layer order, runs shortened: "kv:paged:64*30"."""
-    return join_names([signature_of(cache) for cache in caches])
-
-
-def join_names(names: Sequence[str]) -> str:
-    """As `join_signatures`, of signatures that are known already."""
-    runs = [(name, len(list(run))) for name, run in groupby(names)]
-    return ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs)

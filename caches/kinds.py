@@ -12,6 +12,7 @@ from mlxd.caches.delayed import DelayedRows
 from mlxd.caches.delayed_step import DelayedShape
 from mlxd.caches.kind import Kind, Shape
 from mlxd.caches.mlx_lm_import import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlxd.caches.model_faults import MODEL_FAULTS
 from mlxd.caches.packed import pack
 from mlxd.caches.paged import LayerShape, PagedRows
 from mlxd.caches.quantization import Quantization
@@ -162,7 +163,7 @@ def inspect_layers(model: nn.Module) -> tuple[Layer, ...]:
     paths = [path for path, _ in flat]
     try:
         model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=assemble(paths, seen))
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except MODEL_FAULTS as error:
         raise UnsupportedCacheError(f"{name} cannot run here: {' '.join(str(error).split())}") from error
     layers = []
     for index, (kind, (path, native), got) in enumerate(zip(kinds, flat, seen, strict=True)):

@@ -1,6 +1,6 @@
 """Bytes of KV that live rows hold or were promised."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxd.caches.sizing import MemoryPlan
@@ -76,19 +76,7 @@ class Ledger:
     def reserved_bytes(self) -> int:
         return self.bytes_of(Reservation(tuple(self._totals)))
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._reserved)
-
-    def reserved_by(self, row_ids: Sequence[int]) -> int:
-        """Bytes reserved by these rows together."""
-        return sum(self.bytes_of(self._reserved[row]) for row in row_ids if row in self._reserved)
-
     def check_integrity(self) -> None:
         """Raises AssertionError unless the totals are the sum of the live reservations."""
         sums = [sum(r.pages[i] for r in self._reserved.values()) for i in range(len(self._totals))]
         assert sums == self._totals, f"ledger says {self._totals}, rows add up to {sums}"
-
-    def snapshot(self) -> Mapping[str, int]:
-        """Reserved pages by group name."""
-        return {g.spec.name: n for g, n in zip(self._plan.groups, self._totals, strict=True)}

@@ -145,9 +145,9 @@ class PagePool:
         """Raises AssertionError unless every page is free once or held, and none is both."""
         free = [*self._clean, *self._dirty]
         assert len(set(free)) == len(free), "a page is free twice"
-        assert all(self._references[page] == 0 for page in free), "a free page is referenced"
-        held = sum(1 for count in self._references if count > 0)
-        assert held + len(free) == self.num_pages, f"{held} held + {len(free)} free != {self.num_pages}"
+        assert not any(map(self._references.__getitem__, free)), "a free page is referenced"
         assert self._references[SCRATCH_PAGE] == 0, "the scratch page is owned"
+        held = self.num_pages + 1 - self._references.count(0)
+        assert held + len(free) == self.num_pages, f"{held} held + {len(free)} free != {self.num_pages}"
         assert self.num_idle == sum(map(self.is_idle, self._kept)), f"{self.num_idle} idle pages are counted"
         assert all(self._references[page] for page in (*self._kept, *self._origins)), "a free page is awaited"

@@ -1,25 +1,17 @@
 """Full-attention keys and values in pages."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import mlx.core as mx
 
-from mlxd.caches.contract import (
-    DecodeSlot,
-    DecodeStepInputs,
-    DecodeStepPlan,
-    KvDonorRows,
-    PageStorage,
-)
+from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows
 from mlxd.caches.donor import DenseDonor, Donor, padded_pages, pages_in_order
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged_view import PagedView, PrefillView, write_position
+from mlxd.caches.pooled import PooledRows
 from mlxd.caches.rounds import check_window, offsets_kept
 from mlxd.caches.row_group import RowGroup
-from mlxd.caches.row_offsets import RowOffsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,29 +124,19 @@ class PagedPrefill:
         return self._view.mask(num_tokens, window_size, return_array)
 
 
-class PagedRows(RowOffsets):
+class PagedRows(PooledRows):
     """One full-attention layer, all rows: a pool of pages whose tables live in its group.
 
     planes: keys [num_pages + 1, n_kv_heads, page_size, key_dim], and values, the same with value_dim.
-        Page 0 is scratch.
     """
 
-    prefill_maintenance = None
-    composed = None
-    state_needs_dispose = False
-    minimum_reusable_offset = 0
-
     def __init__(self, shape: LayerShape, group: RowGroup, num_pages: int) -> None:
+        lead = shape.n_kv_heads, group.spec.page_size
+        super().__init__(group, num_pages, [((*lead, width), dtype) for width, dtype in shape.planes])
         self.shape = shape
-        self.group = group
-        self._num_pages = num_pages
-        self.reset()
 
-    def reset(self) -> None:
-        """Empty pools, as new: also after an evaluation that failed, which the old arrays would repeat."""
-        lead = self._num_pages + 1, self.shape.n_kv_heads, self.group.spec.page_size
-        self.planes = [mx.zeros((*lead, width), dtype) for width, dtype in self.shape.planes]
-        self._offsets = ()
+    def _forget_rows(self) -> None:
+        super()._forget_rows()
         self._round: tuple[int, ...] | None = None
 
     @property
@@ -165,28 +147,11 @@ class PagedRows(RowOffsets):
     def values(self) -> mx.array:
         return self.planes[1]
 
-    @property
-    def storages(self) -> tuple[PageStorage, ...]:
-        return (self,)
-
     def signature(self) -> str:
         return f"kv:paged:{self.group.spec.page_size}"
 
     def bytes_per_token(self) -> int:
         return self.shape.bytes_per_token
-
-    def max_append_tokens(self) -> float:
-        return math.inf
-
-    def prepare_decode_step(self) -> DecodeStepPlan:
-        """Adopts the rows bound to the group; `RowGroup.bind` has checked that their positions have room."""
-        if not self.group.num_rows:
-            raise IndexError(f"{self.signature()}: no row is bound")
-        self._offsets = self.group.offsets
-        return DecodeStepPlan(fetch="ring", num_rows=self.group.num_rows, width=self.group.width)
-
-    def decode_phase(self) -> Literal["concat", "ring"]:
-        return "ring"
 
     def decode_slot(self, plan: DecodeStepPlan) -> DecodeSlot:
         return self.group.slot(self.signature(), self._make_slot)
@@ -200,24 +165,8 @@ class PagedRows(RowOffsets):
 
         return DecodeSlot(key=self.signature(), num_inputs=2, num_outputs=2, trace=trace)
 
-    def decode_inputs(self, plan: DecodeStepPlan, step: DecodeStepInputs) -> list[mx.array]:
-        return list(self.planes)
-
-    def commit_decode_step(self, slot: DecodeSlot, outputs: Sequence[mx.array]) -> list[mx.array]:
-        self.planes = list(outputs)
-        self._offsets = self.group.advanced(self._offsets)
-        return []
-
     def prefill(self, view: PrefillView) -> PagedPrefill:
         return PagedPrefill(self, view)
-
-    def scrub(self, pages: mx.array) -> None:
-        """Zero these pages, int32 [n], before they get another owner."""
-        for plane in self.planes:
-            plane[pages] = mx.zeros((), plane.dtype)
-
-    def state(self) -> list[mx.array]:
-        return list(self.planes)
 
     def is_trimmable(self) -> bool:
         return True
@@ -279,8 +228,3 @@ class PagedRows(RowOffsets):
         window = self.group.spec.window
         ends = tuple(offset - table.start for table, offset in zip(tables, offsets, strict=True))
         return tuple(0 if window is None else max(0, end - window) for end in ends), ends
-
-    def dispose(self) -> None:
-        self.planes = []
-        self._offsets = ()
-        self._round = None

@@ -144,9 +144,17 @@ class PrefillView:
         start: first position computed, the same for all rows (0 where there are several), a multiple of the
             page size.
         ends: one past the last position computed, a row.
+        num_tokens: tokens a row, padding included; None: as many as the longest row has.
     """
 
-    def __init__(self, spec: GroupSpec, tables: Sequence[PageTable], start: int, ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        tables: Sequence[PageTable],
+        start: int,
+        ends: Sequence[int],
+        num_tokens: int | None = None,
+    ) -> None:
         if start % spec.page_size and not spec.state_bytes:
             raise IndexError(f"a chunk starts at {start}, not a multiple of the page size {spec.page_size}")
         for table, end in zip(tables, ends, strict=True):
@@ -158,7 +166,7 @@ class PrefillView:
         self.start = start
         self.ends = tuple(ends)
         self.tables = tuple(tables)
-        self._num_tokens = max(ends) - start
+        self._num_tokens = max(ends) - start if num_tokens is None else num_tokens
         size = spec.page_size
         self.num_pages = -(-self._num_tokens // size)
         """Pages a row's part of the chunk covers, padding included."""
@@ -204,12 +212,16 @@ class PrefillView:
         """What the chunk attends to: the row's pages where it has a history, else the chunk itself.
 
         Returns:
-            [n, n_kv_heads, S, head_dim], positions [first_column, end); a copy where there is a history.
+            [n, n_kv_heads, S, head_dim], positions [first_column, start + num_tokens); a copy where there is
+            a history.
         """
         if not self.start:
             return new
         num_pages, heads, size, head_dim = pool.shape
-        pages = self.tables[0].pages
+        end = -(-(self.start + self._num_tokens) // size)
+        pages = self._pages_of(
+            self.tables[0], self.first_column, self.ends[0], end - self.tables[0].first_page
+        )
         if heads not in self._history:
             rows = mx.array(pages, dtype=mx.int32)
             self._history[heads] = rows[None, :] * heads + mx.arange(heads, dtype=mx.int32)[:, None]

@@ -3,15 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import mlx.core as mx
 
-from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows, PageStorage
+from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows
 from mlxd.caches.mlx_lm_import import ArraysCache
 from mlxd.caches.paged_view import PrefillView
+from mlxd.caches.pooled import PooledRows
+from mlxd.caches.rounds import offsets_kept
 from mlxd.caches.row_group import RowGroup
-from mlxd.caches.row_offsets import RowOffsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ class RecurrentPrefill(ArraysCache):
     """
 
     def __init__(self, rows: "RecurrentRows", view: PrefillView) -> None:
-        super().__init__(len(rows.pools))
+        super().__init__(len(rows.planes))
         self._rows = rows
         self._slots = view.pages
         if view.start:
-            for index, pool in enumerate(rows.pools):
+            for index, pool in enumerate(rows.planes):
                 self[index] = pool[self._slots]
 
     def finish(self) -> None:
-        self._rows.pools = [
+        self._rows.planes = [
             replace_rows(pool, self._slots, _full_size(self[index], pool.shape[1:]))
-            for index, pool in enumerate(self._rows.pools)
+            for index, pool in enumerate(self._rows.planes)
         ]
 
 
@@ -81,34 +81,21 @@ def replace_rows(pool: mx.array, slots: mx.array, states: mx.array) -> mx.array:
     return mx.put_along_axis(flat, index, new, axis=0).reshape(pool.shape)
 
 
-class RecurrentRows(RowOffsets):
+class RecurrentRows(PooledRows):
     """One recurrent layer, all rows: pools of states, a slot a row, given out as the group's pages.
 
     A slot is zeroed before it gets an owner, and zero is the state that a model starts from.
 
-    pools: one array [num_slots + 1, ...] for each of the layer's state arrays. Slot 0 is scratch.
+    planes: one array [num_slots + 1, ...] for each of the layer's state arrays.
     """
 
-    prefill_maintenance = None
-    composed = None
-    state_needs_dispose = False
-    minimum_reusable_offset = 0
-
     def __init__(self, shape: StateShape, group: RowGroup, num_pages: int) -> None:
+        super().__init__(group, num_pages, shape.arrays)
         self.shape = shape
-        self.group = group
-        self._num_pages = num_pages
-        self.reset()
 
-    def reset(self) -> None:
-        slots = self._num_pages + 1
-        self.pools = [mx.zeros((slots, *shape), dtype) for shape, dtype in self.shape.arrays]
-        self._offsets = ()
+    def _forget_rows(self) -> None:
+        super()._forget_rows()
         self._round: list[tuple[tuple[int, ...], list[mx.array]]] | None = None
-
-    @property
-    def storages(self) -> tuple[PageStorage, ...]:
-        return (self,)
 
     def signature(self) -> str:
         return "ssm"
@@ -116,42 +103,18 @@ class RecurrentRows(RowOffsets):
     def bytes_per_token(self) -> int:
         return 0
 
-    def max_append_tokens(self) -> float:
-        return math.inf
-
-    def prepare_decode_step(self) -> DecodeStepPlan:
-        """Adopts the rows bound to the group."""
-        if not self.group.num_rows:
-            raise IndexError(f"{self.signature()}: no row is bound")
-        self._offsets = self.group.offsets
-        return DecodeStepPlan(fetch="ring", num_rows=self.group.num_rows, width=self.group.width)
-
-    def decode_phase(self) -> Literal["concat", "ring"]:
-        return "ring"
-
     def decode_slot(self, plan: DecodeStepPlan) -> DecodeSlot:
-        key = f"{self.signature()}:{len(self.pools)}"
-        return self.group.slot(key, lambda: _slot(key, self.group.spec.name, len(self.pools)))
-
-    def decode_inputs(self, plan: DecodeStepPlan, step: DecodeStepInputs) -> list[mx.array]:
-        return list(self.pools)
+        key = f"{self.signature()}:{len(self.planes)}"
+        return self.group.slot(key, lambda: _slot(key, self.group.spec.name, len(self.planes)))
 
     def commit_decode_step(self, slot: DecodeSlot, outputs: Sequence[mx.array]) -> list[mx.array]:
-        self.pools = list(outputs)
-        self._offsets = self.group.advanced(self._offsets)
+        super().commit_decode_step(slot, outputs)
         if self._round is not None:
-            self._round.append((self._offsets, self.pools))
+            self._round.append((self._offsets, self.planes))
         return []
 
     def prefill(self, view: PrefillView) -> RecurrentPrefill:
         return RecurrentPrefill(self, view)
-
-    def scrub(self, pages: mx.array) -> None:
-        for pool in self.pools:
-            pool[pages] = mx.zeros((), pool.dtype)
-
-    def state(self) -> list[mx.array]:
-        return list(self.pools)
 
     def is_trimmable(self) -> bool:
         return False
@@ -162,7 +125,7 @@ class RecurrentRows(RowOffsets):
 
     def spec_round_begin(self) -> None:
         """From here on each position's states are kept, so a round costs a copy of the pools a step."""
-        self._round = [(self._offsets, [mx.array(pool) for pool in self.pools])]
+        self._round = [(self._offsets, [mx.array(pool) for pool in self.planes])]
 
     def spec_round_commit(self) -> None:
         self._round = None
@@ -173,31 +136,19 @@ class RecurrentRows(RowOffsets):
         Raises:
             ValueError: no round is open, or a row would keep more than it appended.
         """
-        if self._round is None:
-            raise ValueError("no speculative round is open")
-        appended = len(self._round) - 1
-        for kept in keep:
-            if not 0 <= kept <= appended:
-                raise ValueError(f"keep is {kept}; the row appended {appended} positions in this round")
+        offsets = offsets_kept(None if self._round is None else self._round[0][0], self._offsets, keep)
+        assert self._round is not None
         slots = self.group.table[:, 0]
         pools = [mx.array(pool) for pool in self._round[-1][1]]
         for row, kept in enumerate(keep):
             slot = int(slots[row])
             for pool, kept_pool in zip(pools, self._round[kept][1], strict=True):
                 pool[slot] = kept_pool[slot]
-        self.pools = pools
-        before = self._round[0][0]
-        self._offsets = tuple(offset + kept for offset, kept in zip(before, keep, strict=True))
-        self._round = None
+        self.planes, self._offsets, self._round = pools, offsets, None
 
     def capture_donor_rows(self) -> KvDonorRows:
         """Raises ValueError: there are no keys and values."""
         raise ValueError("recurrent state has no keys and values to lend")
-
-    def dispose(self) -> None:
-        self.pools = []
-        self._offsets = ()
-        self._round = None
 
 
 def _slot(key: str, group: str, num_arrays: int) -> DecodeSlot:

@@ -1,5 +1,6 @@
 """How many pages and bytes a row of a given length needs, per layer group."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -164,11 +165,6 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share `budget_bytes` out between the groups' pools.
 
-    Bounded groups (sliding windows, state) come first, since a short row needs as much of them as a long one:
-    they get what `max_rows` rows need, where that is at most half the budget; else what half the budget
-    gives, or their part of the rows of full length that fit, if that is more. Full-attention groups share the
-    rest. No group gets more than `max_rows` rows of full length need.
-
     A share `checkpoints` of the budget is set aside first: it gives windows and states spare pages, what as
     many boundaries need as it holds, since what rows leave behind in such a group is little and soon gone.
 
@@ -176,28 +172,16 @@ def plan_memory(
         ValueError: the budget does not hold one page of each group.
     """
     need = {s.name: s.pages_for(max_model_len, chunk) for s in specs}
-    bounded = [s for s in specs if s.is_bounded]
-    full = [s for s in specs if not s.is_bounded]
-    bounded_bytes = sum(need[s.name] * s.page_bytes for s in bounded)
-    full_bytes = sum(need[s.name] * s.page_bytes for s in full)
-    pages: dict[str, int] = {}
-    spare = dict.fromkeys(need, 0)
-    total_bytes = budget_bytes
-    if bounded:
-        spare |= _spare_pages(bounded, int(budget_bytes * checkpoints), max_model_len)
-        budget_bytes -= sum(spare[s.name] * s.page_bytes for s in bounded)
-        rows = max(budget_bytes / (bounded_bytes + full_bytes), budget_bytes / 2 / bounded_bytes)
-        rows = min(rows, max_rows)
-        pages = {s.name: max(1, int(rows * need[s.name])) for s in bounded}
-    left = budget_bytes - sum(pages[s.name] * s.page_bytes for s in bounded)
-    for spec in full:
-        pages[spec.name] = min(left * need[spec.name] // full_bytes, max_rows * need[spec.name])
-    if left < 0 or min(pages.values()) < 1:
+    spare = _spare_pages(specs, int(budget_bytes * checkpoints), max_model_len)
+    pages = _share_out(specs, need, budget_bytes - _bytes_of(specs, spare), max_rows)
+    if pages is None:
         smallest = sum(s.page_bytes for s in specs)
-        raise ValueError(f"a KV budget of {total_bytes} bytes holds no page of each group ({smallest} bytes)")
+        raise ValueError(
+            f"a KV budget of {budget_bytes} bytes holds no page of each group ({smallest} bytes)"
+        )
     return MemoryPlan(
         weights_bytes=weights_bytes,
-        budget_bytes=total_bytes,
+        budget_bytes=budget_bytes,
         max_rows=max_rows,
         max_model_len=max_model_len,
         chunk=chunk,
@@ -205,9 +189,39 @@ def plan_memory(
     )
 
 
-def _spare_pages(specs: list[GroupSpec], num_bytes: int, max_model_len: int) -> dict[str, int]:
+def _bytes_of(specs: Sequence[GroupSpec], pages: Mapping[str, int]) -> int:
+    return sum(pages[spec.name] * spec.page_bytes for spec in specs)
+
+
+def _share_out(
+    specs: Sequence[GroupSpec], need: Mapping[str, int], num_bytes: int, max_rows: int
+) -> dict[str, int] | None:
+    """Pages by group, at least one each; None where these do not fit.
+
+    Bounded groups (sliding windows, state) come first, since a short row needs as much of them as a long one:
+    they get what `max_rows` rows need, where that is at most half of the bytes; else what half of them gives,
+    or their part of the rows of full length that fit, if that is more. Full-attention groups share the rest.
+    No group gets more than `max_rows` rows of full length need.
+
+    Args:
+        need: pages of one row of full length, by group.
+    """
+    bounded = [s for s in specs if s.is_bounded]
+    full = [s for s in specs if not s.is_bounded]
+    bounded_bytes, full_bytes = _bytes_of(bounded, need), _bytes_of(full, need)
+    pages: dict[str, int] = {}
+    if bounded:
+        rows = max(num_bytes / (bounded_bytes + full_bytes), num_bytes / 2 / bounded_bytes)
+        pages = {s.name: max(1, int(min(rows, max_rows) * need[s.name])) for s in bounded}
+    left = num_bytes - _bytes_of(bounded, pages)
+    for spec in full:
+        pages[spec.name] = min(left * need[spec.name] // full_bytes, max_rows * need[spec.name])
+    return None if left < 0 or min(pages.values()) < 1 else pages
+
+
+def _spare_pages(specs: Sequence[GroupSpec], num_bytes: int, max_model_len: int) -> dict[str, int]:
     """By group, what as many boundaries need as these bytes hold; groups that forget nothing need none."""
-    pages = {s.name: s.pages_for(max_model_len, 0) for s in specs if s.forgets}
-    boundary_bytes = sum(pages.get(s.name, 0) * s.page_bytes for s in specs)
+    pages = {s.name: s.pages_for(max_model_len, 0) if s.forgets else 0 for s in specs}
+    boundary_bytes = _bytes_of(specs, pages)
     count = num_bytes // boundary_bytes if boundary_bytes else 0
     return {name: count * num_pages for name, num_pages in pages.items()}

@@ -7,10 +7,11 @@ import os.path
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from mlxd.batching.errors import show_path
 from mlxd.caches.budget import check_budget, parse_size
 from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.addresses import check_socket_address, split_host_port
-from mlxd.scheduler.document import Keys, show_path
+from mlxd.scheduler.document import Keys
 from mlxd.scheduler.sections import CacheConfig, JournalConfig, ServerConfig, TenantConfig, TenantLimits
 from mlxd.scheduler.z85 import is_key
 

@@ -16,6 +16,7 @@ import msgspec
 import yaml
 from yaml.reader import ReaderError
 
+from mlxd.batching.errors import show_path
 from mlxd.caches.files import read_file
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.schema import describe, field_names, is_secret, type_at
@@ -113,11 +114,6 @@ def parse_document(text: str, where: str) -> Document:
     finally:
         if loader is not None:
             loader.dispose()
-
-
-def show_path(keys: Keys) -> str:
-    """("tenants", 0, "name") -> "tenants[0].name"."""
-    return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys).removeprefix(".")
 
 
 class _StrictLoader(yaml.SafeLoader):

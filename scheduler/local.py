@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mlxd.batching.plan import TokenLogprobs
-from mlxd.batching.runner import ignore_progress
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.batching.text import Tokenizer
 from mlxd.batching.text_stream import TextStream
@@ -22,6 +21,7 @@ from mlxd.scheduler.errors import (
     RequestFailedError,
 )
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.model_runner import load_model_tokenizer
 from mlxd.scheduler.results import Completion
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class LocalClient:
 
     def __init__(self, engine: "Engine", config: Config) -> None:
         self._engine = engine
-        self._model = config.model.path
+        self._config = config
         self._tenant = config.tenants[0].name
         self._window = min(config.tenants[0].max_waiting, config.scheduler.max_waiting)
         self._events: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
@@ -142,10 +142,7 @@ class LocalClient:
 
     def _load_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            # The engine has fetched the model by now: there is no progress to tell.
-            from mlxd.batching.model import resolve
-
-            self._tokenizer = Tokenizer.load(resolve(self._model, ignore_progress))
+            self._tokenizer = load_model_tokenizer(self._config)
         return self._tokenizer
 
 

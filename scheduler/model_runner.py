@@ -1,7 +1,8 @@
-"""The configured model, on MLX."""
+"""The configured model: its runner, on MLX, and its tokenizer."""
 
 from mlxd.batching.errors import ModelError, OutOfMemoryError
-from mlxd.batching.runner import Progress, Runner
+from mlxd.batching.runner import Progress, Runner, ignore_progress
+from mlxd.batching.text import Tokenizer
 from mlxd.scheduler.config import Config
 
 
@@ -22,6 +23,17 @@ def load_model_runner(config: Config, progress: Progress) -> Runner:
     except OutOfMemoryError as error:
         name, budget = config.model.path, config.cache.budget
         raise ModelError(f"{name}: memory ran out as it was loaded, cache.budget {budget}: {error}") from None
+
+
+def load_model_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of a model that was fetched: there is no progress to tell.
+
+    Raises:
+        ModelError: there is none, or it is damaged.
+    """
+    from mlxd.batching.model import resolve
+
+    return Tokenizer.load(resolve(config.model.path, ignore_progress))
 
 
 def _load(config: Config, progress: Progress) -> Runner:

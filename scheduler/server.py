@@ -11,7 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
+from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.text import Tokenizer
 from mlxd.metrics.exporter import Exporter, ExporterError
 from mlxd.metrics.health import STALL_S, Health, judge
@@ -23,6 +23,7 @@ from mlxd.scheduler.exit_codes import EXIT_FAILED, EXIT_HUNG, EXIT_OK
 from mlxd.scheduler.frontend import Frontend
 from mlxd.scheduler.intake import Served
 from mlxd.scheduler.journal import JournalWriter, NoJournal, open_journal
+from mlxd.scheduler.model_runner import load_model_tokenizer
 from mlxd.scheduler.reload import Reloader
 from mlxd.scheduler.watchdog import Watchdog, stacks
 
@@ -142,7 +143,7 @@ class Server:
             info = self._engine.wait_ready(SETTLE_TIMEOUT_S)
             tokenizer = self._tokenizer
             if tokenizer is None:
-                tokenizer = await asyncio.to_thread(_load_tokenizer, self._config.model.path)
+                tokenizer = await asyncio.to_thread(load_model_tokenizer, self._config)
             frontend.desk.served = Served(info, tokenizer)
             frontend.desk.restore()
             self._tell_ready(info, metrics)
@@ -283,10 +284,3 @@ class Server:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-
-
-def _load_tokenizer(model: str) -> Tokenizer:
-    # The engine has fetched the model by now: there is no progress to tell.
-    from mlxd.batching.model import resolve
-
-    return Tokenizer.load(resolve(model, ignore_progress))

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 from wire_daemon import Peer
 
-NUM_REQUESTS = 8
+NUM_REQUESTS = 6
 NUM_BROKEN_FRAMES = 2_000
 _FRAMES_A_CONNECTION = 20
 _LONG = {"max_tokens": 6_000, "ignore_eos": True}

@@ -133,5 +133,10 @@ class World:
         raise AssertionError(f"{self.scheduler.num_open} requests still open after {max_turns} turns")
 
 
+def running(world: World) -> list[str]:
+    """Requests with a row, in entering order."""
+    return [request.key.request_id for request in world.scheduler.batch._running.values()]
+
+
 def fake_factory(config: Config, progress: Progress) -> Runner:
     return FakeRunner(fake_memory(max_rows=8, max_model_len=256), vocab_size=VOCAB)

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models import llama
 from scheduling import make_config, submission
 
-from mlxd.batching.memory import device_name
+from mlxd.batching.device import device_name
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import Progress, Runner, RunnerInfo
 from mlxd.caches.kinds import group_specs, inspect_layers

@@ -1,5 +1,5 @@
 import pytest
-from scheduling import World, make_config, make_tenant, submission
+from scheduling import World, make_config, make_tenant, running, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.scheduler.events import Accepted, Rejected, RequestKey
@@ -11,11 +11,6 @@ def world_of(*tenants: object, pages: int = 8, max_rows: int = 8, **scheduler: o
     """A pool of `pages` pages of 16 positions of 64 bytes."""
     memory = fake_memory(max_rows=8, max_model_len=256, chunk=16, page_size=PAGE, num_pages=pages)
     return World(make_config(*tenants, max_rows=max_rows, **scheduler), FakeRunner(memory))  # type: ignore[arg-type]
-
-
-def running(world: World) -> list[str]:
-    """Requests with a row, in entering order."""
-    return [request.key.request_id for request in world.scheduler.batch._running.values()]
 
 
 @pytest.mark.parametrize(

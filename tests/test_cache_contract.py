@@ -10,7 +10,7 @@ import pytest
 
 from mlxd.batching.attention import Gathered
 from mlxd.batching.decode import StepInputs
-from mlxd.caches.contract import has_spec_round, is_compiled_decode, is_row_batch, signature_of
+from mlxd.caches.contract import has_spec_round, is_compiled_decode, is_row_batch
 from mlxd.caches.packed import pack
 from mlxd.caches.page_pool import PagePool
 from mlxd.caches.page_table import PageTable
@@ -20,6 +20,7 @@ from mlxd.caches.quantization import Quantization
 from mlxd.caches.quantized import QuantizedRotatingRows, QuantizedRows, QuantizedShape
 from mlxd.caches.rotating import RotatingRows
 from mlxd.caches.row_group import RowGroup
+from mlxd.caches.signatures import signature_of
 from mlxd.caches.sizing import GroupSpec
 
 PAGE = 4

@@ -3,7 +3,7 @@
 from math import inf
 
 import pytest
-from scheduling import World, make_config, make_tenant, submission
+from scheduling import World, make_config, make_tenant, running, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.caches.ledger import Reservation
@@ -17,10 +17,6 @@ PAGE = 16
 def world_of(*tenants: object, pages: int = 8, **scheduler: object) -> World:
     memory = fake_memory(max_rows=8, max_model_len=256, chunk=16, page_size=PAGE, num_pages=pages)
     return World(make_config(*tenants, **scheduler), FakeRunner(memory))  # type: ignore[arg-type]
-
-
-def running(world: World) -> list[str]:
-    return [request.key.request_id for request in world.scheduler.batch._running.values()]
 
 
 def bucket_after(used: int, *, held: int = 0) -> TokenBucket:

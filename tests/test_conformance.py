@@ -75,9 +75,9 @@ class Stuck(PagedRows):
 
 class ForgetsToRestore(RecurrentRows):
     def spec_round_rollback(self, keep: Sequence[int]) -> None:
-        pools = self.pools
+        planes = self.planes
         super().spec_round_rollback(keep)
-        self.pools = pools
+        self.planes = planes
 
 
 class LendsThePool(PagedRows):

@@ -9,13 +9,11 @@ from tiny_models import WIDE, Rig, make_rig, prompt_of
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, StepPlan
 from mlxd.batching.row import Row
-from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.sampling_params import GREEDY, SamplingParams
 from mlxd.caches.row_group import row_bucket, width_bucket
 from mlxd.scheduler.config import Config, SchedulerConfig, TenantConfig
 from mlxd.scheduler.events import Accepted, Event, Finished, Rejected, RequestKey, Submission
 from mlxd.scheduler.scheduler import Scheduler
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def extra_bytes(run: Callable[[], object]) -> int:

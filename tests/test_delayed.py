@@ -8,8 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_quantized import ONE_CODE, PACKABLE, UNPACKED_TOLERANCE, seen
-from tiny_models import CHUNK, PAGE, WATCHED, Rig, make_rig, pools_are_whole, prompt_of
+from test_quantized import ONE_CODE, UNPACKED_TOLERANCE
+from tiny_models import (
+    CHUNK,
+    PACKABLE,
+    PAGE,
+    WATCHED,
+    Rig,
+    make_rig,
+    pools_are_whole,
+    prompt_of,
+    run_together,
+    seen,
+)
 
 from mlxd.batching.driver import Driver
 from mlxd.batching.plan import RowResult
@@ -49,17 +60,6 @@ def packed_bytes(rig: Rig, row: Row) -> bytes:
     return b"".join(parts)
 
 
-def run(rig: Rig, prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS) -> list[list[RowResult]]:
-    driver = rig.driver()
-    rows = [driver.join(prompt, WATCHED) for prompt in prompts]
-    driver.prefill()
-    steps = [driver.decode() for _ in range(num_tokens)]
-    for row in rows:
-        driver.leave(row)
-    assert pools_are_whole(driver)
-    return [list(results) for results in zip(*steps, strict=True)]
-
-
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
 @pytest.mark.parametrize("family", PACKABLE)
 def test_rows_of_both_sorts_in_a_batch_equal_a_row_alone_bit_for_bit(
@@ -67,8 +67,8 @@ def test_rows_of_both_sorts_in_a_batch_equal_a_row_alone_bit_for_bit(
 ) -> None:
     rig = rig_of(family, quantization)
     prompts = [prompt_of(length) for length in LENGTHS]
-    for prompt, results in zip(prompts, run(rig, prompts), strict=True):
-        [alone] = run(rig, [prompt])
+    for prompt, results in zip(prompts, run_together(rig, prompts, NUM_TOKENS), strict=True):
+        [alone] = run_together(rig, [prompt], NUM_TOKENS)
         assert seen(results) == seen(alone), f"prompt of {len(prompt)}"
 
 
@@ -100,7 +100,7 @@ def test_a_row_is_dense_up_to_its_boundary_and_rounded_from_there(
     worst: dict[int, list[float]] = {BOUNDARY - 1: [], BOUNDARY: [], BOUNDARY + 1: []}
     for length in (BOUNDARY - 3, BOUNDARY, BOUNDARY + 1, 50):
         prompt = prompt_of(length)
-        [results] = run(rig, [prompt])
+        [results] = run_together(rig, [prompt], NUM_TOKENS)
         for boundary, found in worst.items():
             found.append(difference_from_mlx_lm(rig, quantization, prompt, results, boundary))
     assert max(worst[BOUNDARY]) < ONE_CODE
@@ -112,9 +112,9 @@ def test_a_row_is_dense_up_to_its_boundary_and_rounded_from_there(
 def test_a_row_below_its_boundary_is_not_packed_at_all() -> None:
     rig, dense = rig_of("llama/64"), make_rig("llama/64", "in_place")
     prompt = prompt_of(BOUNDARY - 4)
-    [before], [plain] = run(rig, [prompt], 5), run(dense, [prompt], 5)
+    [before], [plain] = run_together(rig, [prompt], 5), run_together(dense, [prompt], 5)
     assert seen(before) == seen(plain)
-    [after], [plain] = run(rig, [prompt], 8), run(dense, [prompt], 8)
+    [after], [plain] = run_together(rig, [prompt], 8), run_together(dense, [prompt], 8)
     assert seen(after[:5]) == seen(plain[:5])
     assert seen(after[5:]) != seen(plain[5:])
 
@@ -163,7 +163,9 @@ def _one_row_among(rig: Rig, length: int, actions: Sequence[str]) -> tuple[list[
 def test_a_cohort_that_prefills_together_is_packed_where_each_row_is_alone(lengths: Sequence[int]) -> None:
     rig = rig_of("mistral/64")
     prompts = [prompt_of(length) for length in lengths]
-    assert [seen(r) for r in run(rig, prompts)] == [seen(run(rig, [prompt])[0]) for prompt in prompts]
+    assert [seen(r) for r in run_together(rig, prompts, NUM_TOKENS)] == [
+        seen(run_together(rig, [prompt], NUM_TOKENS)[0]) for prompt in prompts
+    ]
 
 
 @pytest.mark.parametrize("quantization", FORMATS, ids=str)
@@ -185,7 +187,7 @@ def test_compiled_equals_eager_across_the_boundary_without_a_retrace(family: str
     for compiled in (True, False):
         rig = rig_of(family, EIGHT_BITS, compiled=compiled)
         prompts = [prompt_of(length) for length in (BOUNDARY - 4, BOUNDARY - 8)]
-        drawn.append([seen(results) for results in run(rig, prompts, 12)])
+        drawn.append([seen(results) for results in run_together(rig, prompts, 12)])
         counters = rig.runner.counters()
         assert (counters.compiled_steps > 0) == compiled
         assert (counters.graph_failures, counters.graph_retraces) == (0, 0)

@@ -7,14 +7,13 @@ import pytest
 from tiny_models import (
     FAMILIES,
     VOCAB,
-    WATCHED,
     Oracle,
-    Rig,
     edge_lengths,
     make_rig,
     oracle,
-    pools_are_whole,
     prompt_of,
+    run_together,
+    seen,
     tiny_model,
 )
 
@@ -23,18 +22,6 @@ from mlxd.batching.plan import RowResult
 NUM_TOKENS = 20
 TOLERANCE = 1e-4
 VARIANTS = ("gathered", "in_place")
-
-
-def run_together(rig: Rig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[RowResult]]:
-    """All prompts in one batch; the results of each row."""
-    driver = rig.driver()
-    rows = [driver.join(prompt, WATCHED) for prompt in prompts]
-    driver.prefill()
-    steps = [driver.decode() for _ in range(num_tokens)]
-    for row in rows:
-        driver.leave(row)
-    assert pools_are_whole(driver)
-    return [list(results) for results in zip(*steps, strict=True)]
 
 
 def assert_matches(results: Sequence[RowResult], expected: Oracle) -> None:
@@ -55,13 +42,8 @@ def test_rows_in_a_batch_equal_a_row_alone_and_mlx_lm(family: str, attention: st
 
     for prompt, results in zip(prompts, together, strict=True):
         [alone] = run_together(rig, [prompt], NUM_TOKENS)
-        assert results_of(results) == results_of(alone), f"prompt of {len(prompt)}"
+        assert seen(results) == seen(alone), f"prompt of {len(prompt)}"
         assert_matches(results, oracle(family, prompt, NUM_TOKENS))
-
-
-def results_of(results: Sequence[RowResult]) -> list[object]:
-    """Tokens and log-probabilities, bit for bit, without the row's id."""
-    return [(result.token, result.logprobs, result.fault) for result in results]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

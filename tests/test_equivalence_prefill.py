@@ -1,12 +1,15 @@
 """Prefill: whoever shares the forward, a row's keys and values are those it computes alone."""
 
+import mlx.core as mx
 import pytest
-from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, make_rig, oracle, prompt_of, stored_bytes
+from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, Rig, make_rig, oracle, prompt_of, stored_bytes
 
+from mlxd.batching import mlx_runner, tuning
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import PrefillChunk, StepPlan
-from mlxd.batching.prefill import cohorts
+from mlxd.batching.prefill import Padding, cohorts
 from mlxd.batching.row import Row
+from mlxd.caches.quantization import Quantization
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -50,6 +53,14 @@ def test_which_chunks_share_a_forward(lengths: list[int], padded: bool, expected
     assert [[chunk.num_tokens for chunk in cohort] for cohort in formed] == expected
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "start", "length"),
+    [(1, 0, 4), (4, 0, 4), (9, 0, 12), (48, 0, 48), (1, 48, 4), (9, 48, 16), (33, 48, 48), (48, 48, 48)],
+)
+def test_padded_forwards_have_few_lengths(num_tokens: int, start: int, length: int) -> None:
+    assert Padding(page_size=4, chunk=48).length(num_tokens, start) == length
+
+
 def test_a_chunk_with_history_goes_alone() -> None:
     chunks = [chunk_of(8), chunk_of(8, start=16), chunk_of(8, start=16)]
     assert sorted(len(cohort) for cohort in cohorts(chunks, 4 * CHUNK, padded=True)) == [1, 1, 1]
@@ -84,3 +95,72 @@ def test_a_long_prompt_holds_its_window_and_a_chunk(family: str, monkeypatch: py
     assert max(held) <= most == rig.memory.groups[sliding].spec.pages_for(len(prompt) + 12, CHUNK)
     assert max(held[num_chunks + 1 :]) <= window_pages
     assert tuple(row.output) == oracle(family, prompt, 12).tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_padded_to_whole_pages_draw_what_mlx_lm_draws(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA; with a history, a power of two of pages, more than the row may hold."""
+    monkeypatch.setattr(mlx_runner, "plans_by_shape", lambda: True)
+    rig = make_rig(family)
+    lengths = count_lengths(rig, monkeypatch)
+    prompts = [
+        prompt_of(length, seed=length)
+        for length in (2, PAGE + 3, CHUNK + PAGE + 2, CHUNK + 2 * PAGE + 2, 3 * CHUNK)
+    ]
+    driver = rig.driver()
+    rows = [driver.join(prompt, WATCHED) for prompt in prompts]
+    driver.prefill()
+    for _ in range(6):
+        driver.decode()
+    has_state = any(group.spec.state_bytes for group in rig.memory.groups)
+    assert has_state != all(length % PAGE == 0 for length in lengths)
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert tuple(row.output) == oracle(family, prompt, 6).tokens
+
+
+@pytest.mark.parametrize(
+    ("plans", "limit_s", "expected"), [(True, 60, [4, 8, 12, 16, *[16] * 8]), (True, 0, []), (False, 60, [])]
+)
+def test_chunks_are_planned_at_start_where_attention_is(
+    plans: bool, limit_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (mlx_runner, tuning):
+        monkeypatch.setattr(module, "plans_by_shape", lambda: plans)
+    rig = make_rig("llama")
+    lengths = count_lengths(rig, monkeypatch)
+    tuning.plan_prompts(rig.runner, rig.memory, tuning.TimeBox(limit_s))
+    assert lengths == expected
+
+
+@pytest.mark.parametrize("start", [0, 16])
+def test_packed_prompts_padded_to_whole_pages_draw_what_they_draw_without(
+    start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = []
+    for pads in (False, True):
+        monkeypatch.setattr(mlx_runner, "plans_by_shape", lambda pads=pads: pads)
+        quantization = Quantization(bits=8, group_size=32, start=start)
+        driver = make_rig("llama/64", "in_place", quantization=quantization, page_size=16).driver()
+        rows = [driver.join(prompt_of(length, seed=length), WATCHED) for length in (2, 19, 40, 70)]
+        driver.prefill()
+        for _ in range(6):
+            driver.decode()
+        outputs.append([row.output for row in rows])
+    assert outputs[0] == outputs[1]
+
+
+def count_lengths(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens a row of every prefill forward from now on."""
+    lengths: list[int] = []
+    forward = type(rig.model).__call__
+
+    def counted(self: object, tokens: mx.array, *args: object, **kwargs: object) -> mx.array:
+        if tokens.shape[1] > 1:
+            lengths.append(tokens.shape[1])
+        result: mx.array = forward(self, tokens, *args, **kwargs)
+        return result
+
+    monkeypatch.setattr(type(rig.model), "__call__", counted)
+    return lengths

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from scheduling import make_config, submission
-from test_quantized import seen
-from tiny_models import CHUNK, WATCHED, Rig, make_rig, pools_are_whole, prompt_of
+from tiny_models import CHUNK, WATCHED, Rig, make_rig, pools_are_whole, prompt_of, seen
 from tiny_zoo import zoo_model
 
 from mlxd.batching.driver import Driver

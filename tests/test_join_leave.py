@@ -12,11 +12,10 @@ from mlxd.batching.driver import Driver
 from mlxd.batching.plan import StepPlan
 from mlxd.batching.row import Row
 from mlxd.batching.runner import PendingStep
-from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.sampling_params import GREEDY, SamplingParams
 
 MAX_ROWS = 4
 LONGEST_RUN = 32
-GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.2)
 
 Action = tuple[str, int]

@@ -21,6 +21,7 @@ MLX_OWNERS = {
         "attention_quantized",
         "batch",
         "decode",
+        "device",
         "fast_exp",
         "gguf",
         "joined",
@@ -37,6 +38,7 @@ MLX_OWNERS = {
         "sampler",
         "sampler_state",
         "selftest",
+        "trials",
         "tuning",
     },
     "caches": {
@@ -50,6 +52,7 @@ MLX_OWNERS = {
         "page_io",
         "paged",
         "paged_view",
+        "pooled",
         "quantized",
         "recurrent",
         "rotating",

@@ -19,12 +19,10 @@ def test_reservations_add_up_and_return_to_zero() -> None:
     ledger.reserve(1, Reservation((4, 2)))
     ledger.reserve(2, Reservation((3, 1)))
     assert ledger.reserved_bytes == 10 * PAGE_BYTES
-    assert ledger.reserved_by([1]) == 6 * PAGE_BYTES
-    assert ledger.reserved_by([1, 2, 3]) == 10 * PAGE_BYTES
-    assert ledger.snapshot() == {"full": 7, "sliding:32": 3}
+    assert ledger.room == (3, 5)
     ledger.release(1)
     ledger.release(2)
-    assert (ledger.reserved_bytes, ledger.num_rows) == (0, 0)
+    assert (ledger.reserved_bytes, ledger.room) == (0, (10, 8))
     ledger.check_integrity()
 
 
@@ -35,7 +33,7 @@ def test_a_group_that_a_row_is_done_with_is_free_for_others() -> None:
     for _ in range(2):
         ledger.give_back(1, 1)
         ledger.check_integrity()
-        assert ledger.snapshot() == {"full": 4, "sliding:32": 0}
+        assert ledger.room == (6, 8)
     assert ledger.fits(Reservation((1, 2)))
     ledger.release(1)
     assert ledger.reserved_bytes == 0

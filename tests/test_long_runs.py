@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from scheduling import World, make_config, submission
 from test_disk_restart import serve, start
-from test_quantized import seen
-from tiny_models import CHUNK, PAGE, WATCHED, Rig, make_rig, oracle, prompt_of
+from tiny_models import CHUNK, PAGE, WATCHED, Rig, make_rig, oracle, prompt_of, seen
 
 from mlxd.caches.paged_view import write_position
 from mlxd.caches.quantization import Quantization

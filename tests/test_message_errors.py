@@ -19,13 +19,14 @@ from mlxd.scheduler.login import Login
 from mlxd.scheduler.protocol import encode
 from mlxd.scheduler.transport import Transport, ZmqTransport
 
-SAMPLING = {"max_tokens": 40, "seed": 1, "ignore_eos": True}
+NUM_TOKENS = 24
+SAMPLING = {"max_tokens": NUM_TOKENS, "seed": 1, "ignore_eos": True}
 OPEN = {"type": "generate", "prompt": "hi", "sampling": SAMPLING}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with daemon(tmp_path_factory.mktemp("d"), runner=runner(0.01)) as running:
+    with daemon(tmp_path_factory.mktemp("d"), runner=runner(0.005)) as running:
         yield running
 
 
@@ -68,7 +69,7 @@ def test_the_open_request_goes_on_after_an_error_about_another_message(
     (error,) = (each for each in received if each["type"] == "error")
     assert (error["id"], error["code"], error["about"]) == (request_id, code, about)
     assert received[-1]["type"] == "done"
-    assert received[-1]["usage"]["completion_tokens"] == 40
+    assert received[-1]["usage"]["completion_tokens"] == NUM_TOKENS
 
 
 def test_another_body_under_an_open_id_is_rejected_and_the_open_request_goes_on(
@@ -161,7 +162,7 @@ def test_clients_read_on_after_an_error_about_another_message(
             assert await client.ping() == "running"
         return tokens
 
-    assert len(asyncio.run(main())) == 40
+    assert len(asyncio.run(main())) == NUM_TOKENS
 
 
 def test_the_blocking_client_reads_on_too(served: Daemon, request_id: str) -> None:
@@ -171,7 +172,7 @@ def test_the_blocking_client_reads_on_too(served: Daemon, request_id: str) -> No
         first = next(chunks)
         wrong = {"type": "grant", "id": request_id, "bytes": 0}
         client._loop.call_soon_threadsafe(lambda: Recorded.made.send_raw(**wrong))
-        assert len(first.token_ids) + sum(len(chunk.token_ids) for chunk in chunks) == 40
+        assert len(first.token_ids) + sum(len(chunk.token_ids) for chunk in chunks) == NUM_TOKENS
 
 
 class Scripted:

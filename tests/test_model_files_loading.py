@@ -26,6 +26,16 @@ CONFIG = {
     "tie_word_embeddings": True,
     "eos_token_id": 5,
 }
+GPT2_OF_ODD_HEADS = {
+    "model_type": "gpt2",
+    "n_ctx": 128,
+    "n_embd": 64,
+    "n_head": 5,
+    "n_layer": 1,
+    "n_positions": 128,
+    "layer_norm_epsilon": 1e-5,
+}
+"""Its code asserts that heads divide the width."""
 on_cpu = pytest.mark.skipif(
     mx.default_device() != mx.Device(mx.cpu), reason="other devices keep the weights as stored"
 )
@@ -107,6 +117,7 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"num_hidden_layers": 3}, "Missing"),
         ({"num_attention_heads": 0}, "by zero"),
         ({"model_file": "evil.py"}, "evil.py"),
+        (GPT2_OF_ODD_HEADS, "divisible by n_head"),
     ],
 )
 def test_configuration_that_does_not_fit_is_one_clear_line(

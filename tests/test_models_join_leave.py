@@ -10,10 +10,9 @@ from tiny_zoo import VOCAB, zoo_model
 
 from mlxd.batching.driver import Driver
 from mlxd.batching.row import Row
-from mlxd.batching.sampling_params import SamplingParams
+from mlxd.batching.sampling_params import GREEDY
 from mlxd.caches.kinds import inspect_layers
 
-GREEDY = SamplingParams(temperature=0.0)
 ATTENTION = {
     "qwen3_next": "in_place",
     "mamba2": "in_place",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from scheduling import VOCAB, World, make_config, make_tenant, submission
+from scheduling import VOCAB, World, make_config, make_tenant, running, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_completion, fake_memory
 from mlxd.scheduler.events import Accepted, Finished, Rejected, RequestKey, Submission, Tokens
@@ -39,10 +39,6 @@ def pause(world: World, name: str, tenant: str = "a") -> Request:
 
 def unpause(world: World, name: str, tenant: str = "a") -> None:
     world.scheduler.paused.unpause(RequestKey(tenant, name))
-
-
-def running(world: World) -> list[str]:
-    return [request.key.request_id for request in world.scheduler.batch._running.values()]
 
 
 def outcome(world: World, name: str, tenant: str = "a") -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from scheduling import VOCAB, World, make_config, make_tenant, submission
+from scheduling import VOCAB, World, make_config, make_tenant, running, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_completion, fake_memory
 from mlxd.scheduler.events import Finished, Submission, Tokens
@@ -30,10 +30,6 @@ def request(
 ) -> Submission:
     made = submission(name, (1,) * num_prompt, tenant=tenant, max_tokens=max_tokens)
     return Submission(made.key, made.prompt, made.sampling, 0.0, priority)
-
-
-def running(world: World) -> list[str]:
-    return [request.key.request_id for request in world.scheduler.batch._running.values()]
 
 
 def turns(world: World, count: int) -> None:

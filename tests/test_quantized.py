@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 from scheduling import World, make_config, submission
-from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, Rig, make_rig, pools_are_whole, prompt_of
+from tiny_models import (
+    CHUNK,
+    FAMILIES,
+    PACKABLE,
+    PAGE,
+    WATCHED,
+    make_rig,
+    prompt_of,
+    run_together,
+    seen,
+)
 
 from mlxd.batching.driver import Driver
 from mlxd.batching.plan import RowResult
@@ -20,7 +30,6 @@ NUM_TOKENS = 20
 FOUR_BITS = Quantization(bits=4, group_size=32)
 EIGHT_BITS = Quantization(bits=8, group_size=64)
 FORMATS = [FOUR_BITS, EIGHT_BITS]
-PACKABLE = [f"{name}/64" for name in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss")]
 UNPACKED_TOLERANCE = 1e-4
 ONE_CODE = 0.1
 """What one code that came out differently, for a difference in the last bit, may do to a log-probability."""
@@ -35,22 +44,6 @@ def edge_prompts(family: str) -> list[tuple[int, ...]]:
     window = window_of(family)
     lengths = {1, PAGE - 1, PAGE, PAGE + 1, window - 1, window, window + 1, 3 * window}
     return [prompt_of(length) for length in sorted(lengths)]
-
-
-def run_together(rig: Rig, prompts: Sequence[Sequence[int]]) -> list[list[RowResult]]:
-    driver = rig.driver()
-    rows = [driver.join(prompt, WATCHED) for prompt in prompts]
-    driver.prefill()
-    steps = [driver.decode() for _ in range(NUM_TOKENS)]
-    for row in rows:
-        driver.leave(row)
-    assert pools_are_whole(driver)
-    return [list(results) for results in zip(*steps, strict=True)]
-
-
-def seen(results: Sequence[RowResult]) -> list[object]:
-    """Tokens and log-probabilities, bit for bit, without the row's id."""
-    return [(result.token, result.logprobs, result.fault) for result in results]
 
 
 def largest_difference(
@@ -75,8 +68,8 @@ def largest_difference(
 def test_rows_in_a_batch_equal_a_row_alone_bit_for_bit(family: str, quantization: Quantization) -> None:
     rig = make_rig(family, quantization=quantization)
     prompts = edge_prompts(family)
-    for prompt, results in zip(prompts, run_together(rig, prompts), strict=True):
-        [alone] = run_together(rig, [prompt])
+    for prompt, results in zip(prompts, run_together(rig, prompts, NUM_TOKENS), strict=True):
+        [alone] = run_together(rig, [prompt], NUM_TOKENS)
         assert seen(results) == seen(alone), f"prompt of {len(prompt)}"
 
 
@@ -88,7 +81,7 @@ def test_attention_reads_what_packing_leaves_of_each_number(family: str, quantiz
     prompts = edge_prompts(family)
     worst = [
         largest_difference(rig.model, rounded_caches(rig.model, quantization), prompt, results)
-        for prompt, results in zip(prompts, run_together(rig, prompts), strict=True)
+        for prompt, results in zip(prompts, run_together(rig, prompts, NUM_TOKENS), strict=True)
     ]
     assert max(worst) < ONE_CODE
     assert np.median(worst) < UNPACKED_TOLERANCE
@@ -100,7 +93,7 @@ def test_full_attention_equals_mlx_lms_quantised_cache(family: str, quantization
     rig = make_rig(family, quantization=quantization)
     prompts = edge_prompts(family)
     worst = []
-    for prompt, results in zip(prompts, run_together(rig, prompts), strict=True):
+    for prompt, results in zip(prompts, run_together(rig, prompts, NUM_TOKENS), strict=True):
         caches: list[object] = [
             QuantizedKVCache(quantization.group_size, quantization.bits) for _ in rig.model.layers
         ]
@@ -114,7 +107,7 @@ def test_precision_shows(family: str) -> None:
     """Guards the tests above: four bits are told from full precision."""
     prompt = prompt_of(3 * window_of(family))
     rig = make_rig(family, quantization=FOUR_BITS)
-    [results] = run_together(rig, [prompt])
+    [results] = run_together(rig, [prompt], NUM_TOKENS)
     assert largest_difference(rig.model, native_caches(rig.model), prompt, results) > ONE_CODE
 
 
@@ -150,7 +143,7 @@ def _traffic(driver: Driver, num_steps: int) -> list[list[object]]:
 def test_siblings_that_join_and_leave_change_nothing(family: str) -> None:
     rig = make_rig(family, quantization=FOUR_BITS)
     prompt = prompt_of(3 * window_of(family))
-    [alone] = run_together(rig, [prompt])
+    [alone] = run_together(rig, [prompt], NUM_TOKENS)
     driver = rig.driver()
     row, together = driver.join(prompt, WATCHED), []
     driver.prefill()

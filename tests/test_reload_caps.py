@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from scheduling import World, make_config, make_tenant, submission
+from scheduling import World, make_config, make_tenant, running, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.scheduler.config import TenantConfig
@@ -19,10 +19,6 @@ def world_of(*tenants: TenantConfig, **scheduler: object) -> World:
     """Eight pages of 16 positions; a prompt is computed 16 positions a step."""
     memory = fake_memory(max_rows=8, max_model_len=256, chunk=16, page_size=16, num_pages=8)
     return World(make_config(*tenants, **scheduler), FakeRunner(memory))
-
-
-def running(world: World) -> list[str]:
-    return [request.key.request_id for request in world.scheduler.batch._running.values()]
 
 
 def submit(world: World, *items: Submission) -> None:

@@ -5,8 +5,7 @@ from functools import cache
 from itertools import permutations
 
 import pytest
-from scheduling import World, make_config, make_tenant, submission
-from test_admission import running
+from scheduling import World, make_config, make_tenant, running, submission
 from tiny_models import FAMILIES, make_rig, oracle, pools_are_whole, prompt_of
 
 from mlxd.batching.driver import Driver

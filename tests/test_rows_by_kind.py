@@ -5,9 +5,8 @@ from functools import cache
 
 import pytest
 from scheduling import World, make_config, submission
-from test_quantized import seen
 from test_sibling_proof import BOUNDARY, KINDS, rig_of
-from tiny_models import WATCHED, pools_are_whole, prompt_of
+from tiny_models import WATCHED, pools_are_whole, prompt_of, seen
 
 from mlxd.batching.driver import Driver
 from mlxd.batching.plan import RowResult

@@ -14,6 +14,7 @@ from wire_daemon import Daemon, config, daemon, free_port, runner, token, tokeni
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.batching.text import Tokenizer
 from mlxd.scheduler.client import Client
+from mlxd.scheduler.config import Config
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
     ConfigError,
@@ -128,11 +129,11 @@ def test_the_daemon_is_starting_until_its_tokenizer_is_there(
 ) -> None:
     loading = threading.Event()
 
-    def load(model: str) -> Tokenizer:
+    def load(config: Config) -> Tokenizer:
         assert loading.wait(5.0)
         return TOKENIZER
 
-    monkeypatch.setattr("mlxd.scheduler.server._load_tokenizer", load)
+    monkeypatch.setattr("mlxd.scheduler.server.load_model_tokenizer", load)
     starting = Daemon(config(tmp_path), runner())
     starting.server._tokenizer = None
     with starting as served, served.client() as client:

@@ -20,7 +20,7 @@ from wire_daemon import Daemon, wait_until
 from wire_daemon import config as wire_config
 from wire_daemon import runner as fake_runner
 
-from mlxd.batching import load
+from mlxd.batching import trials
 from mlxd.batching.errors import ModelError
 from mlxd.batching.model import resolve
 from mlxd.batching.runner import Progress, Runner, ignore_progress
@@ -180,7 +180,7 @@ def test_a_load_that_is_stopped_leaves_no_array_behind(config: Config, stage: st
 
 
 def test_a_load_that_fails_leaves_no_array_behind(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "fault_in", lambda *arguments, **named: "off by one")
+    monkeypatch.setattr(trials, "fault_in", lambda *arguments, **named: "off by one")
     assert left_bytes(config, ignore_progress, ModelError) < CONSTANTS_BYTES
 
 

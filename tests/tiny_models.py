@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxd.batching.driver import Driver
 from mlxd.batching.mlx_runner import MlxRunner
+from mlxd.batching.plan import RowResult
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerInfo
 from mlxd.batching.sampling_params import SamplingParams
@@ -77,6 +78,7 @@ _MODELS = {
     WIDE: Family("llama", config={"num_hidden_layers": 8, "head_dim": 128}),
 }
 """By name; "llama/64" is llama with heads 64 wide, which can be packed."""
+PACKABLE = [f"{name}/64" for name in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss")]
 
 
 def edge_lengths(family: str) -> list[int]:
@@ -194,6 +196,23 @@ def oracle(family: str, prompt: tuple[int, ...], num_tokens: int) -> Oracle:
         tokens.append(int(np.argmax(logprobs[-1])))
         logits = model(mx.array([tokens[-1:]]), cache=caches)[0, -1]
     return Oracle(tuple(tokens), tuple(logprobs))
+
+
+def run_together(rig: Rig, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[RowResult]]:
+    """All prompts in one batch; the results of each row."""
+    driver = rig.driver()
+    rows = [driver.join(prompt, WATCHED) for prompt in prompts]
+    driver.prefill()
+    steps = [driver.decode() for _ in range(num_tokens)]
+    for row in rows:
+        driver.leave(row)
+    assert pools_are_whole(driver)
+    return [list(results) for results in zip(*steps, strict=True)]
+
+
+def seen(results: Sequence[RowResult]) -> list[object]:
+    """Tokens and log-probabilities, bit for bit, without the row's id."""
+    return [(result.token, result.logprobs, result.fault) for result in results]
 
 
 def stored_bytes(rig: Rig, row: Row, num_positions: int) -> bytes:

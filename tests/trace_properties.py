@@ -31,17 +31,36 @@ from mlxd.scheduler.trace import Trace
 
 HERE = Path(__file__).parent
 
+Span = tuple[int, int, int]
+"""A row and the positions [start, end) that a step computes of it."""
 
-class Judge:
+
+class Tape:
+    """Watches a simulation.
+
+    Attributes:
+        plans: what every step computes.
+    """
+
+    def __init__(self) -> None:
+        self.plans: list[list[Span]] = []
+
+    def __call__(self, simulation: Simulation, plan: StepPlan | None) -> None:
+        if plan is not None:
+            decoded = [(entry.row.row_id, entry.position, entry.position + 1) for entry in plan.decode]
+            self.plans.append([*decoded, *((c.row.row_id, c.start, c.end) for c in plan.prefill)])
+
+
+class Judge(Tape):
     """Looks at a simulation after each planning, knowing the trace alone and the state as it is told.
 
     Attributes:
-        plans: rows and positions of every step.
         work: what each tenant's share has to be charged for the steps so far.
         largest_gap: between the counters of competing tenants.
     """
 
     def __init__(self, trace: Trace) -> None:
+        super().__init__()
         self._trace = trace
         self._limits = {tenant.name: tenant for tenant in trace.tenants}
         self._least_ahead: dict[str, float] = dict.fromkeys(self._limits, inf)
@@ -50,13 +69,11 @@ class Judge:
         self._admissible: set[RequestKey] = set()
         self._reached: Counter[RequestKey] = Counter()
         self.work: Counter[str] = Counter()
-        self.plans: list[list[tuple[int, int, int]]] = []
         self.largest_gap = 0.0
 
     def __call__(self, simulation: Simulation, plan: StepPlan | None) -> None:
+        super().__call__(simulation, plan)
         if plan is not None:
-            decoded = [(entry.row.row_id, entry.position, -1) for entry in plan.decode]
-            self.plans.append([*decoded, *((c.row.row_id, c.start, c.end) for c in plan.prefill)])
             self._count_work(simulation, plan)
         self._check_caps(simulation)
         self._check_no_row_is_idle(simulation, plan)
@@ -194,14 +211,14 @@ def check_order(seed: int) -> None:
     """Whoever is next is so by the plain rule: the same steps with every tenant looked at each time."""
     for policy in ("fair", "fcfs"):
         trace = random_trace(seed, policy=policy, deadlines=True)
-        judge, plain_judge = Judge(trace), Judge(trace)
+        judge, tape = Judge(trace), Tape()
         arrivals = with_pauses(trace.arrivals(HERE), seed)
         simulation = Simulation(trace, arrivals, judge)
-        plain = Simulation(trace, arrivals, plain_judge)
+        plain = Simulation(trace, arrivals, tape)
         book = plain.scheduler.book
         book.line = PlainLine(book, make_policy(trace.scheduler))  # type: ignore[assignment]
         assert simulation.run() == plain.run(), (policy, "records")
-        assert judge.plans == plain_judge.plans, (policy, "plans")
+        assert judge.plans == tape.plans, (policy, "plans")
 
 
 def throughput_ratio(seed: int) -> float:

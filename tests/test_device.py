@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlxd.batching import memory
+from mlxd.batching import device
 
 
 @pytest.mark.parametrize(
@@ -16,14 +16,14 @@ from mlxd.batching import memory
 def test_a_gpu_may_use_what_is_free_on_cuda_and_all_on_metal(
     is_cuda: bool, info: dict[str, int], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "device_name", lambda: "gpu")
+    monkeypatch.setattr(device, "device_name", lambda: "gpu")
     monkeypatch.setattr(mx.cuda, "is_available", lambda: is_cuda)
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 2_000)
     monkeypatch.setattr(mx, "get_cache_memory", lambda: 500)
-    assert memory.device_memory_bytes() == size
+    assert device.device_memory_bytes() == size
 
 
 def test_the_cpu_may_use_what_the_system_has_left() -> None:
-    assert memory.device_name() == "cpu"
-    assert memory.device_memory_bytes() > mx.get_active_memory()
+    assert device.device_name() == "cpu"
+    assert device.device_memory_bytes() > mx.get_active_memory()
