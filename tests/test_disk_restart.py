@@ -8,7 +8,7 @@ from typing import Literal
 
 import mlx.core as mx
 import pytest
-from daemon_process import daemon_process, process_config, write_tiny_model
+from daemon_process import daemon_process, process_config
 from msgspec.structs import replace
 from scheduling import VOCAB, Tape, World, make_config, make_tenant, submission
 from tiny_models import CHUNK, PAGE, Rig, make_rig, prompt_of
@@ -197,13 +197,6 @@ def test_a_folder_that_will_not_do_is_one_warning_and_serving_goes_on(
     assert record.getMessage().startswith("the disk tier is off: ")
     if store is not None:
         store.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return folder
 
 
 def test_a_daemon_that_was_killed_finds_its_prefixes_again(model: Path, tmp_path: Path) -> None:
