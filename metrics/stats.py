@@ -166,7 +166,7 @@ class EngineSnapshot:
     cached_pages: dict[str, int] = field(default_factory=dict)
     """Group name -> pages that no row holds, kept by the prefix cache."""
     prefix_evictions: int = 0
-    """Cached pages of each group given up for rows."""
+    """Cached pages of all groups given up for others, since the start."""
     disk: DiskStats | None = None
     """None: there is no disk tier."""
     fairness: FairnessStats = FairnessStats()
