@@ -17,7 +17,7 @@ from mlxd.batching.parameters import main_dtype
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
 from mlxd.batching.prefill import cohorts, prefill
 from mlxd.batching.row import Row
-from mlxd.batching.runner import RunnerCounters, RunnerInfo
+from mlxd.batching.runner import RunnerInfo
 from mlxd.batching.sampler_state import Draw
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.composite import Composite
@@ -27,6 +27,7 @@ from mlxd.caches.page_io import PageArrays
 from mlxd.caches.persistence import PageFormat
 from mlxd.caches.row_group import RowGroup, row_bucket, row_groups
 from mlxd.caches.sizing import MemoryPlan
+from mlxd.metrics.stats import RunnerCounters
 
 
 def _writes_pools(plan: StepPlan) -> bool:

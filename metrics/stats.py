@@ -136,6 +136,21 @@ class FairnessStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerCounters:
+    """Graphs and steps since the start, and the memory that the runner's library reports, in bytes."""
+
+    graph_compiles: int = 0
+    graph_retraces: int = 0
+    graph_failures: int = 0
+    compiled_steps: int = 0
+    eager_steps: int = 0
+    buckets: tuple[str, ...] = ()
+    memory_active_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The engine's state after a step, replaced whole; readers on other threads keep the old one.
 
@@ -170,15 +185,7 @@ class EngineSnapshot:
     disk: DiskStats | None = None
     """None: there is no disk tier."""
     fairness: FairnessStats = FairnessStats()
-    graph_compiles: int = 0
-    graph_retraces: int = 0
-    graph_failures: int = 0
-    compiled_steps: int = 0
-    eager_steps: int = 0
-    buckets: tuple[str, ...] = ()
-    memory_active_bytes: int = 0
-    memory_peak_bytes: int = 0
-    memory_cache_bytes: int = 0
+    runner: RunnerCounters = RunnerCounters()
     memory_planned_bytes: int = 0
     """Weights and all pages; what is active beyond it is what steps compute with."""
     out_of_memory: int = 0
