@@ -16,12 +16,14 @@ EXTRA := $(EXTRA)
 RUN := $(VENV)/.run-$(or $(EXTRA),plain)
 DEV := $(VENV)/.dev-$(or $(EXTRA),plain)
 
-.PHONY: help install demo test test-slow lint format bench clean
+.PHONY: help install dev demo test test-slow lint format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 install: $(RUN)  ## make .venv and install mlxd into it
+
+dev: $(DEV)  ## the same, and what tests, linters and benchmarks need
 
 demo: $(RUN)  ## start the daemon, serve two tenants at once, show metrics, drain
 	@$(BIN)/python examples/demo.py

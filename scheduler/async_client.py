@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -121,8 +122,9 @@ class AsyncClient:
     ) -> AsyncGenerator[TextChunk, None]:
         """The answer piece by piece; closing the generator early cancels the request."""
         message = generate_message(prompt, sampling, stream=True, **options)
-        async for chunk in self._chunks(message):
-            yield chunk
+        async with aclosing(self._chunks(message)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def resume(self, request_id: str, seq: int = 0) -> AsyncGenerator[TextChunk, None]:
         """The answer to a request of this tenant that another connection made, from piece `seq` on.
@@ -130,8 +132,10 @@ class AsyncClient:
         `seq` counts the tokens that came already, and a chunk without any as one. Closing the generator early
         does not cancel the request. Raises RequestFailedError "gone" where the daemon does not know it.
         """
-        async for chunk in self._chunks(wire.Resume(id=checked_id(request_id), seq=seq)):
-            yield chunk
+        message = wire.Resume(id=checked_id(request_id), seq=seq)
+        async with aclosing(self._chunks(message)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _chunks(self, message: wire.Generate | wire.Resume) -> AsyncGenerator[TextChunk, None]:
         async with self._request(message) as request:

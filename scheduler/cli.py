@@ -181,6 +181,16 @@ def resume(access: Access, request_id: opt.KnownId, seq: opt.Seq = 0) -> None:
 
 
 @app.command()
+@reaches_daemon(timeout_s=5.0)
+def cancel(access: Access, request_id: opt.KnownId) -> None:
+    """End a request that waits or runs; whoever reads it is told.
+
+    Example: mlxd cancel story-1
+    """
+    client_verbs.cancel(access, request_id)
+
+
+@app.command()
 @reaches_daemon(timeout_s=30.0)
 def chat(
     access: Access,

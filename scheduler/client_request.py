@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from mlxd.scheduler import messages as wire
-from mlxd.scheduler.connection import Connection, Mailbox
+from mlxd.scheduler.connection import Connection, Mailbox, cancel_address
 from mlxd.scheduler.errors import (
     ClientTimeoutError,
     ConnectionLostError,
@@ -22,6 +22,8 @@ from mlxd.scheduler.protocol import encode, kind_of
 
 MIN_RETRY_S = 0.05
 RECONNECT_S = 0.2
+LEAVE_S = 1.0
+"""Longest wait for the answer to a cancel on the way out."""
 
 
 class ClientRequest:
@@ -182,6 +184,15 @@ class ClientRequest:
         connection, is_ours = self._connection, isinstance(self._message, wire.Generate)
         try:
             if connection and is_ours and not (self._has_ended or connection.is_lost):
-                await connection.send(wire.Cancel(id=self._message.id))
+                await self._cancel(connection)
         finally:
             self._stack.close()
+
+    async def _cancel(self, connection: Connection) -> None:
+        """Waits for the answer: what a daemon has not read when a connection is closed, it drops."""
+        message = wire.Cancel(id=self._message.id)
+        address = cancel_address(message.id)
+        with suppress(MlxdError, TimeoutError), connection.mailbox(address, kind_of(message)) as mailbox:
+            async with asyncio.timeout(LEAVE_S):
+                await connection.send(message)
+                await mailbox.next()

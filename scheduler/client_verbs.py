@@ -18,7 +18,7 @@ from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.access import Access
 from mlxd.scheduler.async_client import AsyncClient
 from mlxd.scheduler.client import Client
-from mlxd.scheduler.errors import InvalidPromptError, MlxdError, RejectedError
+from mlxd.scheduler.errors import InvalidPromptError, MlxdError, RejectedError, RequestFailedError
 from mlxd.scheduler.frames import MAX_STRING_BYTES
 from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.request_options import new_id
@@ -62,6 +62,14 @@ def generate(access: Access, inputs: Sequence[Input], sampling: SamplingParams, 
 def resume(access: Access, request_id: str, seq: int) -> None:
     """Print the answer to an earlier request as it comes, from piece `seq` on."""
     asyncio.run(_stream(access, lambda client: client.resume(request_id, seq)))
+
+
+def cancel(access: Access, request_id: str) -> None:
+    """End the tenant's open request of that id. Raises RequestFailedError "gone" where there is none."""
+    with access.client() as client:
+        if not client.cancel(request_id):
+            raise RequestFailedError("gone", f"no open request has the id {request_id!r}")
+    print(f"cancelling {request_id}")
 
 
 def chat(access: Access, system: str | None, sampling: SamplingParams) -> None:
@@ -148,16 +156,25 @@ async def _complete(
     failures = 0
     async with access.async_client() as client:
         tasks = [asyncio.create_task(_answer(client, asked, sampling)) for asked in inputs]
-        for index, (asked, task) in enumerate(zip(inputs, tasks, strict=True)):
-            answer = await task
-            if isinstance(answer, MlxdError):
-                failures += 1
-                print(f"mlxd: prompt {index + 1}: {answer}", file=sys.stderr)
-            if as_json:
-                print(_as_json(index, asked, answer), flush=True)
-            elif isinstance(answer, Completion):
-                print(f"[{index + 1}] {asked.text}\n{answer.text}\n", flush=True)
+        try:
+            for index, (asked, task) in enumerate(zip(inputs, tasks, strict=True)):
+                answer = await task
+                failures += isinstance(answer, MlxdError)
+                _tell(index, asked, answer, as_json=as_json)
+        finally:  # after a Ctrl-C requests are cancelled while there is a connection
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
     return not failures
+
+
+def _tell(index: int, asked: Input, answer: Completion | MlxdError, *, as_json: bool) -> None:
+    if isinstance(answer, MlxdError):
+        print(f"mlxd: prompt {index + 1}: {answer}", file=sys.stderr)
+    if as_json:
+        print(_as_json(index, asked, answer), flush=True)
+    elif isinstance(answer, Completion):
+        print(f"[{index + 1}] {asked.text}\n{answer.text}\n", flush=True)
 
 
 async def _answer(client: AsyncClient, asked: Input, sampling: SamplingParams) -> Completion | MlxdError:

@@ -16,6 +16,7 @@ from mlxd.batching.runner import Progress
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.disk import look_at_disk
+from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.fit import check_fit
 from mlxd.scheduler.journal_file import check_place
 from mlxd.scheduler.keys import server_keys
@@ -60,12 +61,15 @@ def check(path: Path) -> None:
 
 
 def pull(model: str) -> None:
-    """Fetch a model where it is not there yet, and print its folder."""
+    """Fetch a model where it is not there yet, and print its folder. Raises ConfigError for a wrong name."""
     ensure_blas()
     from mlxd.batching.model import resolve
 
-    with ProgressBars() as bars:
-        folder = resolve(model, bars)
+    try:
+        with ProgressBars() as bars:
+            folder = resolve(model, bars)
+    except SettingError as error:
+        raise ConfigError(f"MODEL {error.sentence}") from error
     print(folder)
 
 

@@ -1,14 +1,17 @@
 """What `mlxd simulate` prints and draws."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.fairness import jain_index
 from mlxd.scheduler.simulation import Record, TenantRecord
-from mlxd.scheduler.tables import facts, show_counts, table
+from mlxd.scheduler.tables import facts, page, show_counts, table
+
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def simulation_tables(record: Record) -> RenderableType:
@@ -40,7 +43,7 @@ def simulation_tables(record: Record) -> RenderableType:
         columns,
         (_row(name, tenant, received[name]) for name, tenant in sorted(record.tenants.items())),
     )
-    return Group(shown, tenants)
+    return page(shown, tenants)
 
 
 def _row(name: str, tenant: TenantRecord, received: float) -> Sequence[str]:
@@ -60,12 +63,20 @@ def _seconds(ordered: Sequence[float], share: float) -> str:
     return f"{ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]:.2f}" if ordered else "-"
 
 
+def check_plot(path: Path) -> None:
+    """Raises ConfigError where no plot can be drawn at `path`: to be asked before a long simulation."""
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise ConfigError(f"--plot is '{path}'; its name must end in {', '.join(_PLOT_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+
+
 def plot_service(records: Mapping[str, Record], path: Path) -> None:
-    """Draw service over time, a line a tenant and a panel a policy. Raises ConfigError where it cannot."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    """Draw service over time, a line a tenant and a panel a policy. Raises ConfigError if it cannot write."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7 * len(records), 4), layout="constrained")
     panels = figure.subplots(1, len(records), sharey=True, squeeze=False)[0]
     for panel, (policy, record) in zip(panels, records.items(), strict=True):

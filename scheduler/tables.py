@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +17,7 @@ from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.fit import longest_context
 from mlxd.scheduler.messages import StatusReply
-from mlxd.scheduler.status import DiskStatus, EngineStatus, JournalStatus
+from mlxd.scheduler.status import DiskStatus, EngineStatus, JournalStatus, TenantStatus
 
 _PIPE_WIDTH = 1000
 
@@ -103,7 +103,7 @@ def plan_tables(
             for tenant in config.tenants
         ),
     )
-    return Group(shown, groups, tenants)
+    return page(shown, groups, tenants)
 
 
 def _context(plan: MemoryPlan) -> str:
@@ -154,7 +154,6 @@ def status_tables(
         details: show what was traced and what was chosen at start, which does not change.
     """
     pace = tokens_per_s(before, status) if before is not None else None
-    has_journal = status.journal is not None
     shown = facts(
         ("model", status.model),
         ("state", f"{status.state}: {status.error}" if status.error else status.state),
@@ -171,30 +170,45 @@ def status_tables(
         *(() if status.fairness is None else _fairness(status.fairness)),
         *(status.notes.items() if details else ()),
     )
-    tenants = table(
+    return page(shown, _tenants(status.tenants, has_journal=status.journal is not None))
+
+
+def _tenants(tenants: Mapping[str, TenantStatus], *, has_journal: bool) -> Table:
+    """A row a tenant; a column that says nothing of any tenant is left out."""
+    is_limited = any(tenant.tokens_left is not None for tenant in tenants.values())
+    is_operators = any(tenant.service is not None for tenant in tenants.values())
+    return table(
         "Tenants",
         (
-            *("tenant", "weight", "running", "waiting", "paused", "tokens", "left a minute"),
-            *("KV reserved", *(("journal",) if has_journal else ()), "service", "share"),
+            *("tenant", "weight", "running", "waiting", "paused", "tokens"),
+            *(("left a minute",) if is_limited else ()),
+            "KV reserved",
+            *(("journal",) if has_journal else ()),
+            *(("service", "share") if is_operators else ()),
         ),
         (
             (
                 name,
                 f"{tenant.weight:g}",
-                str(tenant.running),
-                str(tenant.waiting),
-                str(tenant.paused),
-                str(tenant.generated_tokens),
-                "any" if tenant.tokens_left is None else str(tenant.tokens_left),
+                *map(str, (tenant.running, tenant.waiting, tenant.paused, tenant.generated_tokens)),
+                *((_tokens_left(tenant),) if is_limited else ()),
                 show_bytes(tenant.kv_reserved_bytes),
                 *((show_bytes(tenant.journal_bytes),) if has_journal else ()),
-                "" if tenant.service is None else f"{tenant.service:.0f}",
-                "" if tenant.share is None else f"{tenant.share:.1%}",
+                *(_service(tenant) if is_operators else ()),
             )
-            for name, tenant in sorted(status.tenants.items())
+            for name, tenant in sorted(tenants.items())
         ),
     )
-    return Group(shown, tenants)
+
+
+def _tokens_left(tenant: TenantStatus) -> str:
+    return "any" if tenant.tokens_left is None else str(tenant.tokens_left)
+
+
+def _service(tenant: TenantStatus) -> tuple[str, str]:
+    if tenant.service is None or tenant.share is None:
+        return "", ""
+    return f"{tenant.service:.0f}", f"{tenant.share:.1%}"
 
 
 def _engine(engine: EngineStatus, *, details: bool) -> list[tuple[str, str]]:
@@ -243,12 +257,28 @@ def facts(*pairs: tuple[str, str]) -> Text:
     return Text("\n".join(f"{name:<{width}}  {value}" for name, value in pairs))
 
 
+class _Table(Table):
+    """Its columns stand closer together where the console is too narrow for it."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(width=_PIPE_WIDTH)
+        if self.__rich_measure__(console, unbounded).maximum > options.max_width:
+            self.padding = 0
+        return super().__rich_console__(console, options)
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Numbers on the right of every column but the first."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    made = _Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     made.add_column(columns[0])
     for column in columns[1:]:
         made.add_column(column, justify="right")
     for row in rows:
         made.add_row(*map(Text, row))
     return made
+
+
+def page(*parts: RenderableType) -> Group:
+    """Parts with a blank line between them."""
+    blank = Text("")
+    return Group(*[line for part in parts for line in (part, blank)][:-1])

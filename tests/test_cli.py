@@ -53,7 +53,8 @@ def test_without_a_verb_help_is_printed(capsys: Run) -> None:
     assert cli.run([]) == 0
     out = capsys.readouterr().out
     assert all(
-        verb in out for verb in ("serve", "check", "generate", "chat", "status", "drain", "pull", "token")
+        verb in out
+        for verb in ("serve", "check", "generate", "chat", "status", "cancel", "drain", "pull", "token")
     )
     assert "..." not in out.split("Commands:")[1], "a verb's short help is cut off"
 
@@ -111,6 +112,7 @@ def test_every_verb_has_an_example_that_parses(verb: str, capsys: Run) -> None:
             ["serve", "x.yaml", "--log-level", "loud"],
             "--log-level is 'loud'; it must be debug, info, warning or error",
         ),
+        (["pull", "nothing"], "MODEL is 'nothing', which is no folder, hub name or built-in model"),
         (["token", "a b"], "the tenant's name is 'a b'; it must be 1 to 64 letters"),
         (["status", "--tenant-key", "/nowhere"], "/nowhere: cannot be read: No such file or directory"),
     ],

@@ -130,6 +130,44 @@ def test_a_tenant_shows_what_it_may_and_what_it_has() -> None:
     assert ["beta", "2.5", "2", "1", "0", "9", "any", "1", "KiB", "2", "KiB"] in rows
 
 
+def headings(status: StatusReply, width: int) -> list[str]:
+    """The headings of the tenants' table on a terminal of that width."""
+    out = io.StringIO()
+    Console(file=out, width=width).print(status_tables(status))
+    return next(line.split() for line in out.getvalue().splitlines() if line.startswith("tenant "))
+
+
+def test_a_column_that_says_nothing_of_any_tenant_is_left_out() -> None:
+    tenant = TenantStatus(waiting=0, running=0, kv_reserved_bytes=0, generated_tokens=0)
+    plain = replace(fake_status(), tenants={"acme": tenant})
+    assert " ".join(headings(plain, 120)) == "tenant weight running waiting paused tokens KV reserved"
+    limited = replace(plain, tenants={"acme": replace(tenant, tokens_left=5)})
+    assert set(headings(limited, 120)) - set(headings(plain, 120)) == {"left", "a", "minute"}
+    operators = replace(plain, tenants={"acme": replace(tenant, service=1.0, share=1.0)})
+    assert set(headings(operators, 120)) - set(headings(plain, 120)) == {"service", "share"}
+
+
+@pytest.mark.parametrize("journal", [None, JournalStatus(fsync="always")], ids=["no journal", "journal"])
+def test_no_heading_and_no_number_is_cut_off_on_a_terminal_of_80_columns(
+    journal: JournalStatus | None,
+) -> None:
+    tenant = TenantStatus(
+        weight=2.5,
+        waiting=112,
+        running=32,
+        kv_reserved_bytes=15_000_000,
+        service=1_234_567.0,
+        share=0.253,
+        generated_tokens=1_234_567,
+        journal_bytes=17_000,
+    )
+    status = replace(fake_status(), journal=journal, tenants={"steady8": tenant})
+    assert headings(status, 80) == headings(status, 200)
+    out = io.StringIO()
+    Console(file=out, width=80).print(status_tables(status))
+    assert "…" not in out.getvalue()
+
+
 def test_small_shares_are_shown_and_nothing_is_padded_off_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -64,7 +64,13 @@ def test_commands_shown_exist_with_their_options(path: Path) -> None:
 
 def test_readme_shows_the_verbs_a_user_starts_with() -> None:
     shown = {words[1] for words in shell_commands(ROOT / "README.md") if words[0] == "mlxd"}
-    assert {"serve", "check", "generate", "chat", "status"} <= shown
+    assert {"serve", "check", "generate", "cancel", "chat", "status"} <= shown
+
+
+def test_no_command_shown_has_a_token_among_its_options() -> None:
+    """Other users of a machine can read a command line."""
+    for path in DOCUMENTS:
+        assert not [words for words in shell_commands(path) if "--token" in words], path.name
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -73,11 +79,12 @@ def test_python_shown_compiles(path: Path) -> None:
         compile(block, path.name, "exec")
 
 
-def test_configuration_snippets_are_valid() -> None:
-    blocks = code_blocks(ROOT / "docs/configuration.md", "yaml")
+@pytest.mark.parametrize("page", ["configuration.md", "security.md"])
+def test_configuration_snippets_are_valid(page: str) -> None:
+    blocks = code_blocks(ROOT / "docs" / page, "yaml")
     assert blocks
     for block in blocks:
-        Config.parse(block, "docs/configuration.md")
+        Config.parse(block, page)
 
 
 def documented_settings(page: str) -> dict[str, dict[str, str]]:

@@ -8,7 +8,7 @@ import pytest
 from mlxd.batching.plan import DecodeEntry, StepPlan
 from mlxd.batching.row import Row
 from mlxd.batching.sampling_params import SamplingParams
-from mlxd.scheduler import cli, simulation
+from mlxd.scheduler import cli, simulation, simulation_report
 from mlxd.scheduler.cost_model import CostModel
 from mlxd.scheduler.errors import ConfigError
 from mlxd.scheduler.simulation import Simulation
@@ -160,18 +160,40 @@ def test_simulate_prints_each_tenant_under_each_policy_and_draws(
     assert cli.run(["simulate", str(path), *options]) == 0
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if line.startswith("policy")] == ["policy fair", "policy fcfs"]
-    assert len(re.findall(r"^  [ab] +\d+ +\d+ stop +none ", out, re.MULTILINE)) == 4
+    assert len(re.findall(r"^[ab] +\d+ +\d+ stop +none ", out, re.MULTILINE)) == 4
     assert "</svg>" in plot.read_text()
 
 
-def test_an_unknown_policy_and_a_place_that_cannot_be_written_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "fair", "--policy", "best"], "--policy is 'best'; it must be fair or fcfs"),
+        (["--plot", "none/x.png"], "none/x.png: cannot be written: there is no folder none"),
+        (["--plot", "x.gif"], "--plot is 'x.gif'; its name must end in .png, .svg, .pdf"),
+    ],
+)
+def test_what_cannot_be_tried_or_drawn_is_told_before_anything_is_simulated(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, f"{TENANTS}load: [{LOAD}]")
-    assert cli.run(["simulate", str(path), "--policy", "best"]) == 2
-    assert "--policy is 'best'; it must be fair or fcfs" in capsys.readouterr().err
-    assert cli.run(["simulate", str(path), "--plot", str(tmp_path / "none" / "x.png")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert cli.run(["simulate", str(path), *options]) == 2
+    assert capsys.readouterr() == ("", f"mlxd: {message}\n")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, f"{TENANTS}load: [{LOAD}]")
+    monkeypatch.setattr(simulation_report, "find_spec", lambda name: None)
+    assert cli.run(["simulate", str(path), "--plot", str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr() == ("", "mlxd: --plot needs matplotlib: pip install matplotlib\n")
+
+
+def test_a_plot_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, f"{TENANTS}load: [{LOAD}]")
+    (tmp_path / "x.png").mkdir()
+    assert cli.run(["simulate", str(path), "--plot", str(tmp_path / "x.png")]) == 2
+    assert f"{tmp_path / 'x.png'}: cannot be written" in capsys.readouterr().err
 
 
 def test_a_flood_leaves_the_other_tenant_its_pace() -> None:
