@@ -16,9 +16,10 @@ from mlxd.batching.plan import (
 )
 from mlxd.batching.plan_rules import PlanError, check_plan
 from mlxd.batching.row import Row
-from mlxd.batching.runner import RunnerCounters, RunnerInfo
+from mlxd.batching.runner import RunnerInfo
 from mlxd.caches.persistence import PageFormat, PlaneSpec
 from mlxd.caches.sizing import MemoryPlan
+from mlxd.metrics.stats import RunnerCounters
 
 _MASK = 2**64 - 1
 _START = 0x243F6A8885A308D3

@@ -1,6 +1,6 @@
 """From a model and the settings to the plan of what the daemon will hold."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,15 +27,6 @@ def check_attention(attention: str) -> None:
     if attention == "kernel" and not mx.cuda.is_available():
         sentence = f"is 'kernel', which needs MLX's CUDA device; this machine has its {device_name()} device"
         raise SettingError(("decode", "attention"), sentence)
-
-
-def main_dtype(parameters: Iterable[mx.array]) -> mx.Dtype:
-    """The dtype of most floating-point parameters, so of activations."""
-    sizes: dict[mx.Dtype, int] = {}
-    for array in parameters:
-        if mx.issubdtype(array.dtype, mx.floating):
-            sizes[array.dtype] = sizes.get(array.dtype, 0) + array.size
-    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def layers_of(model: nn.Module, quantization: Quantization | None = None) -> tuple[Layer, ...]:

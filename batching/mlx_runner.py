@@ -3,23 +3,21 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlxd.batching.allocation import allocating
 from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
 from mlxd.batching.device import on_cpu, plans_by_shape
-from mlxd.batching.memory import main_dtype
 from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
+from mlxd.batching.parameters import main_dtype
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
 from mlxd.batching.prefill import Padding, cohorts, prefill
 from mlxd.batching.row import Row
-from mlxd.batching.runner import RunnerCounters, RunnerInfo
+from mlxd.batching.runner import RunnerInfo
 from mlxd.batching.sampler_state import Draw
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.composite import Composite
@@ -29,6 +27,7 @@ from mlxd.caches.page_io import PageArrays
 from mlxd.caches.persistence import PageFormat
 from mlxd.caches.row_group import RowGroup, row_bucket, row_groups
 from mlxd.caches.sizing import MemoryPlan
+from mlxd.metrics.stats import RunnerCounters
 
 
 class MlxRunner:
@@ -104,8 +103,7 @@ class MlxRunner:
     @property
     def dtype(self) -> mx.Dtype:
         """Of most parameters, so of activations."""
-        parameters = cast(list[tuple[str, mx.array]], tree_flatten(self.model.parameters()))
-        return main_dtype(array for _, array in parameters)
+        return main_dtype(self.model)
 
     @property
     def signature(self) -> str:

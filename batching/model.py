@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import huggingface_hub
 import mlx.core as mx
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
 from mlxd.batching.builtin import BUILTIN, pull
 from mlxd.batching.device import on_cpu
 from mlxd.batching.errors import ModelError, SettingError
-from mlxd.batching.memory import main_dtype
 from mlxd.batching.model_files import inspect
+from mlxd.batching.parameters import main_dtype, parameters_of
 from mlxd.batching.runner import Progress
 from mlxd.batching.text import Tokenizer
 from mlxd.batching.waiting import wait_for
@@ -114,7 +113,6 @@ def open_model(path: Path, max_model_len: int | None = None, *, name: str | None
     model, config = _build(path)
     if on_cpu():
         _make_float32(model)
-    parameters = _parameters(model)
     return LoadedModel(
         model=model,
         config=config,
@@ -122,8 +120,8 @@ def open_model(path: Path, max_model_len: int | None = None, *, name: str | None
         eos_token_ids=tokenizer.eos_token_ids,
         vocab_size=files.vocab_size,
         max_model_len=context,
-        weights_bytes=sum(array.nbytes for array in parameters),
-        dtype=main_dtype(parameters),
+        weights_bytes=sum(array.nbytes for array in parameters_of(model)),
+        dtype=main_dtype(model),
     )
 
 
@@ -173,16 +171,10 @@ def _make_float32(model: Module) -> None:
 
 def _evaluate(model: Module, progress: Progress) -> None:
     """Read the weights one by one: packed ones do not pile up beside unpacked ones, and progress is told."""
-    parameters = _parameters(model)
+    parameters = parameters_of(model)
     total = sum(array.nbytes for array in parameters)
     done = 0
     for array in parameters:
         mx.eval(array)
         done += array.nbytes
         progress("load", done / total)
-
-
-def _parameters(model: Module) -> list[mx.array]:
-    # Without a destination tree_flatten makes a list of pairs.
-    pairs = tree_flatten(model.parameters())
-    return [array for _, array in cast(list[tuple[str, mx.array]], pairs)]

@@ -58,7 +58,7 @@ class StepPlan:
     Attributes:
         step_id: 1, 2, 3, ...
         decode: rows that draw a token, in joining order.
-        prefill: chunks, at most one a row; run after `decode`, none of their rows is in it.
+        prefill: chunks, at most one a row, of rows that are not in `decode`; either may run first.
         copies: per group, (origin, page): all origins are read before anything of the step is written.
         scrub: per group, pages to zero before anything is computed; none of those that are filled.
         left: ids of rows that were in an earlier plan and will be in no later one.

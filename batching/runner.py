@@ -7,6 +7,7 @@ from typing import Protocol
 from mlxd.batching.plan import StepPlan, StepResult
 from mlxd.caches.persistence import PageFormat
 from mlxd.caches.sizing import MemoryPlan
+from mlxd.metrics.stats import RunnerCounters
 
 
 class PendingStep(Protocol):
@@ -39,21 +40,6 @@ class RunnerInfo:
     compiled: bool
     notes: dict[str, str] = field(default_factory=dict)
     fingerprint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerCounters:
-    """Monotonic counts, and the memory the runner's library reports, in bytes."""
-
-    graph_compiles: int = 0
-    graph_retraces: int = 0
-    graph_failures: int = 0
-    compiled_steps: int = 0
-    eager_steps: int = 0
-    buckets: tuple[str, ...] = ()
-    memory_active_bytes: int = 0
-    memory_peak_bytes: int = 0
-    memory_cache_bytes: int = 0
 
 
 class Runner(Protocol):

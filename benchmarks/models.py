@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from floor import on_cpu
-from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, llama
 
 from mlxd.batching import tuning
 from mlxd.batching.device import keep_plans
 from mlxd.batching.joined import join_projections
-from mlxd.batching.memory import layers_of, main_dtype
+from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import open_model, resolve
+from mlxd.batching.parameters import main_dtype, parameters_of
 from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.caches.kinds import Layer, group_specs
 from mlxd.caches.quantization import Quantization
@@ -155,12 +155,8 @@ def make_runner(
     `join`: whether projections of one input become one product; the model of `bench` stays as it is.
     """
     layers = layers_of(bench.model, quantization)
-    parameters = [
-        array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(bench.model.parameters()))
-    ]
-    memory = _plan(
-        layers, page_size, max_rows, max_model_len, chunk, sum(array.nbytes for array in parameters)
-    )
+    weights_bytes = sum(array.nbytes for array in parameters_of(bench.model))
+    memory = _plan(layers, page_size, max_rows, max_model_len, chunk, weights_bytes)
     info = RunnerInfo(
         model=bench.name,
         vocab_size=bench.vocab_size,
@@ -171,7 +167,7 @@ def make_runner(
         compiled=compile != "off",
     )
     model = bench.twin()
-    joined = join_projections(model, main_dtype(parameters)) if join else "nothing"
+    joined = join_projections(model, main_dtype(model)) if join else "nothing"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))

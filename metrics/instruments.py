@@ -39,9 +39,6 @@ class Gauge:
     def set(self, value: float, *labels: str) -> None:
         self.values[labels] = value
 
-    def add(self, amount: float, *labels: str) -> None:
-        self.values[labels] = self.values.get(labels, 0) + amount
-
 
 @dataclass(slots=True)
 class Distribution:

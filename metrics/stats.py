@@ -136,6 +136,21 @@ class FairnessStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerCounters:
+    """Graphs and steps since the start, and the memory that the runner's library reports, in bytes."""
+
+    graph_compiles: int = 0
+    graph_retraces: int = 0
+    graph_failures: int = 0
+    compiled_steps: int = 0
+    eager_steps: int = 0
+    buckets: tuple[str, ...] = ()
+    memory_active_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The engine's state after a step, replaced whole; readers on other threads keep the old one.
 
@@ -166,19 +181,11 @@ class EngineSnapshot:
     cached_pages: dict[str, int] = field(default_factory=dict)
     """Group name -> pages that no row holds, kept by the prefix cache."""
     prefix_evictions: int = 0
-    """Cached pages of each group given up for rows."""
+    """Cached pages of all groups given up for others, since the start."""
     disk: DiskStats | None = None
     """None: there is no disk tier."""
     fairness: FairnessStats = FairnessStats()
-    graph_compiles: int = 0
-    graph_retraces: int = 0
-    graph_failures: int = 0
-    compiled_steps: int = 0
-    eager_steps: int = 0
-    buckets: tuple[str, ...] = ()
-    memory_active_bytes: int = 0
-    memory_peak_bytes: int = 0
-    memory_cache_bytes: int = 0
+    runner: RunnerCounters = RunnerCounters()
     memory_planned_bytes: int = 0
     """Weights and all pages; what is active beyond it is what steps compute with."""
     out_of_memory: int = 0

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 from mlxd.metrics.catalogue import Catalogue
 from mlxd.metrics.instruments import OTHER, LabelGuard
-from mlxd.metrics.stats import DiskStats, EngineSnapshot, FairnessStats, RequestStats, StepStats, TenantGauges
+from mlxd.metrics.stats import (
+    DiskStats,
+    EngineSnapshot,
+    FairnessStats,
+    RequestStats,
+    RunnerCounters,
+    StepStats,
+    TenantGauges,
+)
 
 OUTCOMES = (
     *("stop", "length", "cancelled", "client_gone", "slow_client"),
@@ -167,16 +175,20 @@ class Tally:
         if snapshot.disk is not None:
             self._show_disk(snapshot.disk)
         self._show_fairness(snapshot.fairness)
-        engine.compiles.raise_to(snapshot.graph_compiles)
-        engine.retraces.raise_to(snapshot.graph_retraces)
-        engine.graph_failures.raise_to(snapshot.graph_failures)
-        engine.decode_steps.raise_to(snapshot.compiled_steps, "compiled")
-        engine.decode_steps.raise_to(snapshot.eager_steps, "eager")
-        engine.memory.set(snapshot.memory_active_bytes, "active")
-        engine.memory.set(snapshot.memory_peak_bytes, "peak")
-        engine.memory.set(snapshot.memory_cache_bytes, "cache")
+        self._show_runner(snapshot.runner)
         engine.memory.set(snapshot.memory_planned_bytes, "planned")
         engine.out_of_memory.raise_to(snapshot.out_of_memory)
+
+    def _show_runner(self, runner: RunnerCounters) -> None:
+        engine = self.catalogue.engine
+        engine.compiles.raise_to(runner.graph_compiles)
+        engine.retraces.raise_to(runner.graph_retraces)
+        engine.graph_failures.raise_to(runner.graph_failures)
+        engine.decode_steps.raise_to(runner.compiled_steps, "compiled")
+        engine.decode_steps.raise_to(runner.eager_steps, "eager")
+        engine.memory.set(runner.memory_active_bytes, "active")
+        engine.memory.set(runner.memory_peak_bytes, "peak")
+        engine.memory.set(runner.memory_cache_bytes, "cache")
 
     def _show_fairness(self, fairness: FairnessStats) -> None:
         engine = self.catalogue.engine

@@ -23,7 +23,8 @@ from mlxd.scheduler.frames import MAX_STRING_BYTES
 from mlxd.scheduler.priority import PriorityName
 from mlxd.scheduler.request_options import new_id
 from mlxd.scheduler.results import Completion, TextChunk
-from mlxd.scheduler.tables import show, status_tables
+from mlxd.scheduler.status_tables import status_tables
+from mlxd.scheduler.tables import show
 
 _REFRESH_S = 1.0
 

@@ -22,8 +22,9 @@ from mlxd.scheduler.fit import check_fit
 from mlxd.scheduler.journal_file import check_place
 from mlxd.scheduler.keys import server_keys
 from mlxd.scheduler.logs import configure_logging
+from mlxd.scheduler.plan_tables import plan_tables
 from mlxd.scheduler.progress import ProgressBars
-from mlxd.scheduler.tables import plan_tables, show
+from mlxd.scheduler.tables import show
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,11 @@ import zmq.asyncio
 from mlxd.metrics.recorder import Recorder
 from mlxd.scheduler import messages as wire
 from mlxd.scheduler.config import ServerConfig
-from mlxd.scheduler.door import LINGER_MS, MAX_STRANGERS, Door
+from mlxd.scheduler.door import FLUSH_INTERVAL_S, LINGER_MS, MAX_STRANGERS, Door
 from mlxd.scheduler.keys import KeyPair, server_keys
 from mlxd.scheduler.open_files import allow_open_files, check_open_files
 from mlxd.scheduler.session import Session
 from mlxd.scheduler.zap import Gatekeeper
-
-_FLUSH_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,7 @@ class Doors:
         while self.buffered_bytes and loop.time() < deadline:
             for door in self:
                 door.flush()
-            await asyncio.sleep(_FLUSH_S)
+            await asyncio.sleep(FLUSH_INTERVAL_S)
         for door in self:
             door.close()
         self._gatekeeper.close()

@@ -19,7 +19,7 @@ class SnapshotMaker:
     def make(
         self, *, state: str, now: float, last_step_at: float, busy_since: float, out_of_memory: int = 0
     ) -> EngineSnapshot:
-        scheduler, counters, info = self._scheduler, self._runner.counters(), self._runner.info
+        scheduler, info = self._scheduler, self._runner.info
         prefilling, prefill_tokens_left = scheduler.batch.prefill_backlog()
         return EngineSnapshot(
             state=state,
@@ -41,15 +41,7 @@ class SnapshotMaker:
             prefix_evictions=scheduler.space.num_evicted,
             disk=scheduler.space.disk_stats,
             fairness=scheduler.fairness.stats(now),
-            graph_compiles=counters.graph_compiles,
-            graph_retraces=counters.graph_retraces,
-            graph_failures=counters.graph_failures,
-            compiled_steps=counters.compiled_steps,
-            eager_steps=counters.eager_steps,
-            buckets=counters.buckets,
-            memory_active_bytes=counters.memory_active_bytes,
-            memory_peak_bytes=counters.memory_peak_bytes,
-            memory_cache_bytes=counters.memory_cache_bytes,
+            runner=self._runner.counters(),
             memory_planned_bytes=info.memory.weights_bytes + info.memory.kv_bytes,
             out_of_memory=out_of_memory,
             notes=info.notes | self._notes,

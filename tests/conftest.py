@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -22,3 +23,13 @@ except ModuleNotFoundError as error:
     package = types.ModuleType("mlxd")
     package.__path__ = [str(Path(__file__).resolve().parent.parent)]
     sys.modules["mlxd"] = package
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model, which nobody writes to."""
+    from daemon_process import write_tiny_model  # imports MLX, which most tests do without
+
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return folder

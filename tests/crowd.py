@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from daemon_process import DaemonProcess
-from test_process_rogues import is_at_rest
+from scraping import is_at_rest
 from wire_daemon import Peer, token, wait_until
 
 _START_S = 120.0

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Sequence
 
 from mlxd.batching.plan import StepPlan
-from mlxd.batching.runner import PendingStep, Progress, Runner, RunnerCounters, RunnerInfo
+from mlxd.batching.runner import PendingStep, Progress, Runner, RunnerInfo
 from mlxd.caches.persistence import PageFormat
 from mlxd.metrics.prometheus import PrometheusRecorder
+from mlxd.metrics.stats import RunnerCounters
 from mlxd.scheduler import server
 from mlxd.scheduler.config import Config
 from mlxd.scheduler.engine import Engine

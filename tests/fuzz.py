@@ -20,7 +20,7 @@ from pathlib import Path
 import fuzz_frames
 from daemon_process import DaemonProcess, daemon_process, process_config, write_tiny_model
 from memory_trace import MemoryTrace
-from test_process_rogues import is_at_rest, unbalanced
+from scraping import is_at_rest, unbalanced
 from wire_daemon import wait_until
 
 from mlxd.batching.sampling_params import SamplingParams

@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
+from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.runner import Progress, Runner
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.disk_tier import DiskTier
 from mlxd.metrics.recorder import NullRecorder
 from mlxd.metrics.stats import EngineSnapshot, RequestStats, StepStats
 from mlxd.scheduler.config import Config, SchedulerConfig, TenantConfig
-from mlxd.scheduler.events import Event, RequestKey, Submission
+from mlxd.scheduler.events import Event, Finished, RequestKey, Submission, Tokens
 from mlxd.scheduler.scheduler import Scheduler
 
 VOCAB = 1000
 NO_TOKEN = "0" * 64
+Answer = tuple[list[int], list[TokenLogprobs]]
+"""Token ids, and the log-probabilities of each."""
 
 
 def make_config(*tenants: TenantConfig, **scheduler: object) -> Config:
@@ -136,6 +139,25 @@ class World:
 def running(world: World) -> list[str]:
     """Requests with a row, in entering order."""
     return [request.key.request_id for request in world.scheduler.batch._running.values()]
+
+
+def answer_of(world: World, request_id: str) -> Answer:
+    """What a request was told so far."""
+    events = [e for e in world.events if isinstance(e, Tokens) and e.key.request_id == request_id]
+    return [t for e in events for t in e.token_ids], [p for e in events for p in e.logprobs]
+
+
+def serve(world: World, request_id: str, prompt: Sequence[int], max_tokens: int = 6) -> Answer:
+    """Run a request to its end, greedily, with log-probabilities."""
+    world.submit(submission(request_id, prompt, max_tokens=max_tokens, temperature=0.0, top_logprobs=20))
+    world.run()
+    return answer_of(world, request_id)
+
+
+def cached(world: World, request_id: str) -> int:
+    """Tokens that a request which ended had found in the prefix cache."""
+    ends = {e.key.request_id: e for e in world.events if isinstance(e, Finished)}
+    return ends[request_id].usage.cached_tokens
 
 
 def fake_factory(config: Config, progress: Progress) -> Runner:

@@ -34,6 +34,17 @@ REQUEST = RequestStats(
     duration_s=0.2,
 )
 
+ZERO_WHEN_IDLE = (
+    "mlxd_requests_running",
+    "mlxd_requests_waiting",
+    "mlxd_requests_paused",
+    "mlxd_rows_prefilling",
+    "mlxd_prefill_tokens_left",
+    "mlxd_tenant_kv_reserved_bytes",
+    "mlxd_clients_connected",
+    "mlxd_client_buffer_bytes",
+)
+
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -68,6 +79,28 @@ def balance(scraped: Scraped) -> tuple[float, float]:
     return scraped.total("mlxd_requests_accepted_total"), sum(
         scraped.total(f"mlxd_requests_{state}") for state in accounted
     )
+
+
+def unbalanced(scraped: Scraped) -> dict[str, tuple[int, int]]:
+    """Tenant -> (accepted, accounted for), where the two differ."""
+    accepted = scraped.by("tenant", "mlxd_requests_accepted_total")
+    accounted = sum(
+        (
+            scraped.by("tenant", f"mlxd_requests_{state}")
+            for state in ("total", "running", "waiting", "paused")
+        ),
+        start=type(accepted)(),
+    )
+    return {
+        tenant: (count, accounted[tenant]) for tenant, count in accepted.items() if count != accounted[tenant]
+    }
+
+
+def is_at_rest(scraped: Scraped) -> bool:
+    kv = scraped.by("state", "mlxd_kv_bytes")
+    pages = scraped.by("state", "mlxd_kv_pages")
+    gauges = [scraped.total(name) for name in ZERO_WHEN_IDLE]
+    return not any([*gauges, kv["used"], kv["reserved"], pages["held"]])
 
 
 def told(recorder: PrometheusRecorder) -> Scraped:

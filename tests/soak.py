@@ -24,7 +24,7 @@ import msgspec
 from crowd import seconds_to_rest
 from daemon_process import DaemonProcess, daemon_process, process_config, write_tiny_model
 from memory_trace import MemoryTrace
-from test_process_rogues import is_at_rest, unbalanced
+from scraping import is_at_rest, unbalanced
 from wire_daemon import token, wait_until
 
 from mlxd.batching.sampling_params import SamplingParams

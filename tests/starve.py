@@ -131,7 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
         "outcomes": starved.outcomes,
         "out_of_memory": snapshot.out_of_memory,
         "equal_tokens": equal,
-        "active_mib": snapshot.memory_active_bytes // MIB,
+        "active_mib": snapshot.runner.memory_active_bytes // MIB,
         "taken_mib": sum(part.nbytes for part in ballast) // MIB,
     }
     print(json.dumps(figures))

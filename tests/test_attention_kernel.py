@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cpu_kernel import numpy_kernel
 from daemon_process import write_tiny_model
+from loading import load
 from tiny_models import Rig, make_rig, oracle, prompt_of
 
 from mlxd.batching import attention_kernel
@@ -21,7 +22,6 @@ from mlxd.batching.attention import Kernel
 from mlxd.batching.attention_kernel import KernelCase, Launch, is_supported
 from mlxd.batching.errors import SettingError
 from mlxd.batching.kernel_check import fault_in, is_written, random_step, relative_errors
-from mlxd.batching.load import load_runner
 from mlxd.batching.preview import preview_plan
 from mlxd.batching.rotation import Rotary
 from mlxd.batching.runner import RunnerInfo, ignore_progress
@@ -239,23 +239,9 @@ def test_the_check_finds_no_fault_in_a_right_one(case: KernelCase) -> None:
     assert fault_in([case]) is None
 
 
-def load(folder: Path, attention: Any = "auto", head_dim: int = 64) -> RunnerInfo:
+def loaded(folder: Path, attention: Any = "auto", head_dim: int = 64) -> RunnerInfo:
     write_tiny_model(folder, head_dim=head_dim)
-    return load_runner(
-        model_path=str(folder),
-        max_model_len=128,
-        max_rows=4,
-        prefill_ms=50.0,
-        prefill_chunk=32,
-        budget="16MiB",
-        page_size=16,
-        checkpoints=0.1,
-        quantization=None,
-        compile="off",
-        attention=attention,
-        warmup_s=0.5,
-        progress=lambda stage, share: None,
-    ).info
+    return load(folder, attention=attention, warmup_s=0.5).info
 
 
 @pytest.fixture
@@ -268,7 +254,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_right_kernel_is_timed_beside_the_others_or_serves_where_it_is_asked_for(
     tmp_path: Path, asked: Any
 ) -> None:
-    note = load(tmp_path, asked).notes["attention"]
+    note = loaded(tmp_path, asked).notes["attention"]
     if asked == "kernel":
         assert note == "kernel"
     else:
@@ -283,7 +269,7 @@ def test_a_broken_kernel_is_one_warning_and_the_built_in_variants_serve(
 ) -> None:
     monkeypatch.setattr(attention_kernel, "kernel", broken)
     with caplog.at_level(logging.WARNING):
-        info = load(tmp_path, asked)
+        info = loaded(tmp_path, asked)
     assert info.max_batch == 4
     assert "kernel" not in info.notes["attention"]
     assert info.notes["kernel"].startswith("not used: ")
@@ -296,7 +282,7 @@ def test_a_model_with_other_heads_does_not_try_the_kernel(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        info = load(tmp_path, head_dim=8)
+        info = loaded(tmp_path, head_dim=8)
     assert "kernel" not in info.notes["attention"]
     assert not [record for record in caplog.records if "self-test" in record.getMessage()]
 
@@ -304,7 +290,7 @@ def test_a_model_with_other_heads_does_not_try_the_kernel(
 def test_the_kernel_is_refused_where_there_is_no_cuda(tmp_path: Path) -> None:
     needs = r"^decode.attention is 'kernel', which needs MLX's CUDA device; this machine has its cpu device"
     with ThreadPoolExecutor(1) as engine, pytest.raises(SettingError, match=needs):
-        engine.submit(lambda: load(tmp_path, "kernel")).result()  # it clears its thread's streams
+        engine.submit(lambda: loaded(tmp_path, "kernel")).result()  # it clears its thread's streams
     with pytest.raises(SettingError, match=needs):
         preview_plan(
             model_path=str(tmp_path / "no model is opened"),

@@ -14,21 +14,17 @@ from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from mlxd.batching.fake_runner import fake_memory
+from mlxd.caches.budget import show_bytes
 from mlxd.metrics.stats import FairnessStats
 from mlxd.scheduler import cli
 from mlxd.scheduler.config import Config, TenantConfig
 from mlxd.scheduler.logs import configure_logging
 from mlxd.scheduler.messages import StatusReply
+from mlxd.scheduler.plan_tables import plan_tables
 from mlxd.scheduler.progress import ProgressBars
 from mlxd.scheduler.status import DiskStatus, JournalStatus, TenantStatus
-from mlxd.scheduler.tables import (
-    plan_tables,
-    show,
-    show_bytes,
-    status_tables,
-    summarise_buckets,
-    tokens_per_s,
-)
+from mlxd.scheduler.status_tables import status_tables, summarise_buckets, tokens_per_s
+from mlxd.scheduler.tables import show
 from mlxd.scheduler.testing import fake_status
 
 

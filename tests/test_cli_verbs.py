@@ -2,15 +2,12 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from daemon_process import process_config, write_config, write_tiny_model
+from daemon_process import write_config
 from msgspec import UNSET
 from severed import Relay
 from wire_daemon import TENANTS, Daemon, config, runner, token
@@ -319,29 +316,3 @@ def test_an_id_names_one_request(daemon: Script, capsys: Capture) -> None:
     assert [request.id for request in fake.requests] == ["mine"]
     assert cli.run(["generate", "--id", "", "a"]) == 2
     assert "id is ''; it must be 1 to 128 characters" in capsys.readouterr().err
-
-
-def test_the_in_process_example_runs_with_a_configuration(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    path = write_config(tmp_path, process_config(tmp_path, tmp_path))
-    example = Path(__file__).resolve().parent.parent / "examples/in_process.py"
-    command = [sys.executable, str(example), str(path)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [line.split("'")[0] for line in shown.splitlines()] == [
-        "The capital of France is",
-        "The opposite of hot is",
-    ]
-
-
-def test_the_asyncio_example_runs_against_a_daemon(tmp_path: Path) -> None:
-    example = Path(__file__).resolve().parent.parent / "examples/async_stream.py"
-    with wire_daemon(tmp_path) as running:
-        access = {"MLXD_ENDPOINT": running.config.server.submit, "MLXD_TOKEN": token("acme")}
-        shown = subprocess.run(
-            [sys.executable, str(example)],
-            env=os.environ | access,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    assert sorted(line.split()[0] for line in shown.splitlines()) == ["The", "The", "Water"]

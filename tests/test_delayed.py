@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_quantized import ONE_CODE, UNPACKED_TOLERANCE
 from tiny_models import (
     CHUNK,
+    ONE_CODE,
     PACKABLE,
     PAGE,
+    UNPACKED_TOLERANCE,
     WATCHED,
     Rig,
     make_rig,

@@ -8,15 +8,14 @@ from typing import Literal
 
 import mlx.core as mx
 import pytest
-from daemon_process import daemon_process, process_config, write_tiny_model
+from daemon_process import daemon_process, process_config
 from msgspec.structs import replace
-from scheduling import VOCAB, Tape, World, make_config, make_tenant, submission
+from scheduling import VOCAB, Tape, World, make_config, make_tenant, serve, submission
 from tiny_models import CHUNK, PAGE, Rig, make_rig, prompt_of
 from wire_daemon import wait_until
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.batching.fingerprint import fingerprint
-from mlxd.batching.plan import TokenLogprobs
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.caches.disk_store import DiskStore
 from mlxd.caches.disk_tier import DiskTier
@@ -25,7 +24,7 @@ from mlxd.caches.quantization import Quantization
 from mlxd.metrics.stats import DiskStats, EngineSnapshot
 from mlxd.scheduler.config import CacheConfig, Config, DiskConfig
 from mlxd.scheduler.engine import Engine
-from mlxd.scheduler.events import Event, Finished, Tokens
+from mlxd.scheduler.events import Event, Finished
 from mlxd.scheduler.journal_room import JournalUsage
 from mlxd.scheduler.reports import status_reply
 from mlxd.scheduler.status import DiskStatus
@@ -45,14 +44,6 @@ def start(rig: Rig, folder: Path) -> tuple[World, DiskTier]:
     codec = PageCodec(rig.runner.page_formats, store.secret)
     tier = DiskTier(store, codec, clock=lambda: 0.0, step_s=1.0)
     return World(make_config(), rig.runner, disk=tier, secret=store.secret), tier
-
-
-def serve(world: World, request_id: str, prompt: tuple[int, ...]) -> tuple[list[int], list[TokenLogprobs]]:
-    """Greedily, with log-probabilities."""
-    world.submit(submission(request_id, prompt, max_tokens=6, temperature=0.0, top_logprobs=20))
-    world.run()
-    events = [e for e in world.events if isinstance(e, Tokens) and e.key.request_id == request_id]
-    return [t for e in events for t in e.token_ids], [p for e in events for p in e.logprobs]
 
 
 def check_warm_is_cold(rig: Rig, folder: Path) -> None:
@@ -207,13 +198,6 @@ def test_a_folder_that_will_not_do_is_one_warning_and_serving_goes_on(
     assert record.getMessage().startswith("the disk tier is off: ")
     if store is not None:
         store.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return folder
 
 
 def test_a_daemon_that_was_killed_finds_its_prefixes_again(model: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ MLX_OWNERS = {
         "mlx_step",
         "model",
         "page_softmax",
+        "parameters",
         "prefill",
         "preview",
         "rotation",

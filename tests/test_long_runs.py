@@ -5,8 +5,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from scheduling import World, make_config, submission
-from test_disk_restart import serve, start
+from scheduling import World, make_config, serve, submission
+from test_disk_restart import start
 from tiny_models import CHUNK, PAGE, WATCHED, Rig, make_rig, oracle, prompt_of, seen
 
 from mlxd.caches.paged_view import write_position

@@ -6,7 +6,7 @@ import pytest
 from scraping import REQUEST, STEP, Scraped, told
 
 from mlxd.metrics.prometheus import PrometheusRecorder
-from mlxd.metrics.stats import EngineSnapshot, TenantGauges
+from mlxd.metrics.stats import EngineSnapshot, RunnerCounters, TenantGauges
 from mlxd.metrics.tally import OUTCOMES
 
 
@@ -134,14 +134,16 @@ def test_the_engine_state_is_shown_as_the_latest_snapshot_says(recorder: Prometh
             kv_reserved_bytes=512,
             kv_capacity_bytes=4096,
             pages={"sliding:512": (3, 10)},
-            graph_compiles=4,
-            graph_retraces=1,
-            graph_failures=2,
-            compiled_steps=20,
-            eager_steps=5,
-            memory_active_bytes=11,
-            memory_peak_bytes=12,
-            memory_cache_bytes=13,
+            runner=RunnerCounters(
+                graph_compiles=4,
+                graph_retraces=1,
+                graph_failures=2,
+                compiled_steps=20,
+                eager_steps=5,
+                memory_active_bytes=11,
+                memory_peak_bytes=12,
+                memory_cache_bytes=13,
+            ),
         )
     )
     scraped = Scraped(recorder.registry)
@@ -196,7 +198,9 @@ def test_the_last_step_is_when_its_tokens_were_read_whatever_snapshots_follow() 
 
 def test_counters_never_fall_when_the_engine_counts_from_zero_again(recorder: PrometheusRecorder) -> None:
     tenants = {"acme": TenantGauges(service=9.0)}
-    recorder.snapshot(EngineSnapshot(graph_compiles=5, compiled_steps=7, tenants=tenants))
+    recorder.snapshot(
+        EngineSnapshot(runner=RunnerCounters(graph_compiles=5, compiled_steps=7), tenants=tenants)
+    )
     Scraped(recorder.registry)
     recorder.snapshot(EngineSnapshot(state="failed"))
     scraped = Scraped(recorder.registry)

@@ -8,15 +8,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from loading import load
 from mlx.utils import tree_flatten
 from text_tokenizers import byte_level
 from tiny_models import WIDE, make_rig
 from tiny_zoo import zoo_config, zoo_model
 
 from mlxd.batching.errors import ModelError, SettingError
-from mlxd.batching.load import load_runner
 from mlxd.batching.memory import plan_for
-from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.caches.kinds import inspect_layers
 
 
@@ -37,24 +36,6 @@ def write_model(folder: Path, name: str, bits: int | None = None) -> Path:
 
 def _can_be_quantised(module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
-
-
-def load(folder: Path, *, max_rows: int = 4) -> MlxRunner:
-    return load_runner(
-        model_path=str(folder),
-        max_model_len=128,
-        max_rows=max_rows,
-        prefill_ms=50.0,
-        prefill_chunk=32,
-        budget="16MiB",
-        page_size=16,
-        checkpoints=0.1,
-        quantization=None,
-        compile="off",
-        attention="auto",
-        warmup_s=0.0,
-        progress=lambda stage, share: None,
-    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from fault_process import TIMEOUT_S, body, durable_config, expected, fault_process, tokens
 from wire_daemon import TERMINAL, Peer
 
-LONG = 400
+LONG = 120
 Message = dict[str, Any]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from kind_runners import LATE, runner_of
 from scheduling import make_config, make_tenant, submission
 from starving import Play, play
-from test_reuse_kinds import LATE, runner_of
 from tiny_models import make_rig, prompt_of
 
 from mlxd.batching.errors import OutOfMemoryError

@@ -1,61 +1,15 @@
 """Requests that lose their rows because their own clients read too little."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from scheduling import VOCAB, World, make_config, make_tenant, running, submission
+from pausing import PAGE, check_text, pause, request, tokens, turns, unpause, world_of
+from scheduling import make_tenant, running
 
-from mlxd.batching.fake_runner import FakeRunner, fake_completion, fake_memory
-from mlxd.scheduler.events import Accepted, Finished, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.events import Accepted, Rejected, RequestKey
 from mlxd.scheduler.priority import Priority
-from mlxd.scheduler.request import Request, RequestState
-
-PAGE = 16
-
-
-def world_of(*tenants: object, pages: int | None = None, **scheduler: object) -> World:
-    names = tenants or [make_tenant(name, max_priority="interactive") for name in "ab"]
-    settings: dict[str, object] = {"max_rows": 1, "slice_tokens": None} | scheduler
-    memory = fake_memory(max_rows=8, max_model_len=256, chunk=PAGE, page_size=PAGE, num_pages=pages)
-    return World(make_config(*names, **settings), FakeRunner(memory, vocab_size=VOCAB))  # type: ignore[arg-type]
-
-
-def request(name: str, tenant: str = "a", num_prompt: int = 3, max_tokens: int = 40) -> Submission:
-    return submission(name, (1,) * num_prompt, tenant=tenant, max_tokens=max_tokens)
-
-
-def turns(world: World, count: int) -> None:
-    for _ in range(count):
-        world.turn()
-
-
-def pause(world: World, name: str, tenant: str = "a") -> Request:
-    key = RequestKey(tenant, name)
-    world.scheduler.paused.pause(key)
-    return world.scheduler._open[key]
-
-
-def unpause(world: World, name: str, tenant: str = "a") -> None:
-    world.scheduler.paused.unpause(RequestKey(tenant, name))
-
-
-def outcome(world: World, name: str, tenant: str = "a") -> str:
-    [end] = [e for e in world.events if isinstance(e, Finished) and e.key == (tenant, name)]
-    return end.outcome
-
-
-def tokens(world: World, name: str, tenant: str = "a") -> list[int]:
-    told = [e.token_ids for e in world.events if isinstance(e, Tokens) and e.key == (tenant, name)]
-    return [token for ids in told for token in ids]
-
-
-def check_text(world: World, made: Submission) -> None:
-    """It has the tokens of a run alone."""
-    assert outcome(world, made.key.request_id, made.key.tenant) == "length"
-    alone = fake_completion(made.prompt, 7, made.sampling.max_tokens, VOCAB)
-    assert tokens(world, made.key.request_id, made.key.tenant) == alone
+from mlxd.scheduler.request import RequestState
 
 
 @pytest.mark.parametrize("num_turns", [1, 2, 3, 5, 20])
@@ -159,70 +113,6 @@ def test_tokens_in_flight_come_and_may_end_it(num_turns: int) -> None:
     world.run()
     assert len(world.scheduler.paused) == 0
     check_text(world, made)
-
-
-def revoke(world: World) -> None:
-    world.events += world.scheduler.set_tenants((make_tenant("b"),), world.now)
-
-
-def reload_with_less(world: World) -> None:
-    tenants = make_tenant("a", tokens_per_minute=10), make_tenant("b")
-    world.events += world.scheduler.set_tenants(tenants, world.now)
-
-
-ENDS: dict[str, tuple[Callable[[World], object], str]] = {
-    "cancel": (lambda world: world.cancel(RequestKey("a", "slow")), "cancelled"),
-    "client gone": (lambda world: world.cancel(RequestKey("a", "slow"), "client_gone"), "client_gone"),
-    "slow client": (lambda world: world.cancel(RequestKey("a", "slow"), "slow_client"), "slow_client"),
-    "tenant gone": (revoke, "revoked"),
-    "smaller cap": (reload_with_less, "revoked"),
-    "deadline": (lambda world: turns(world, 50), "expired"),
-}
-
-
-@pytest.mark.parametrize("case", ENDS)
-@pytest.mark.parametrize("num_turns", [2, 5])
-def test_whatever_ends_a_request_ends_a_paused_one(case: str, num_turns: int) -> None:
-    end, expected = ENDS[case]
-    world = world_of(make_tenant("a", tokens_per_minute=5000), make_tenant("b"))
-    world.submit(replace(request("slow"), deadline=50.0))
-    turns(world, num_turns)
-    pause(world, "slow")
-    end(world)
-    assert outcome(world, "slow") == expected
-    world.run()
-    assert len(world.scheduler.paused) == 0
-    if expected != "revoked":
-        bucket = world.scheduler.book["a"].bucket
-        assert bucket is not None
-        assert bucket.held == 0
-    assert [stats.outcome for stats in world.tape.requests] == [expected]
-
-
-@pytest.mark.parametrize("how", ["stop", "failure"])
-def test_the_end_of_the_engine_ends_a_paused_one(how: str) -> None:
-    world = world_of()
-    world.submit(request("slow"))
-    turns(world, 3)
-    pause(world, "slow")
-    if how == "stop":
-        world.events += world.scheduler.end_all("draining", "draining", "", world.now)
-    else:
-        world.events += world.scheduler.abandon("engine_failed", "", world.now)
-    assert outcome(world, "slow") == ("draining" if how == "stop" else "failed")
-    assert world.scheduler.num_open == 0
-
-
-def test_a_reload_that_keeps_its_tenant_keeps_it_paused() -> None:
-    world = world_of(make_tenant("a", tokens_per_minute=5000))
-    world.submit(request("slow"))
-    turns(world, 4)
-    pause(world, "slow")
-    world.events += world.scheduler.set_tenants((make_tenant("a", tokens_per_minute=4000),), world.now)
-    assert world.scheduler.book["a"].num_paused == 1
-    unpause(world, "slow")
-    world.run()
-    check_text(world, request("slow"))
 
 
 def test_one_that_comes_back_with_a_token_in_flight_does_not_hold_up_its_tenant() -> None:

@@ -1,9 +1,9 @@
 """Rows with every kind of state that made way, for whatever reason, go on as if nothing had been."""
 
 import pytest
+from kind_runners import KINDS, runner_of
 from msgspec.structs import replace
 from scheduling import World, make_config, make_tenant, submission
-from test_reuse_kinds import KINDS, runner_of
 from tiny_models import prompt_of
 
 from mlxd.scheduler.config import CacheConfig

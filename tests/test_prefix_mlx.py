@@ -3,33 +3,12 @@
 from typing import Literal
 
 import pytest
-from scheduling import World, make_config, submission
+from scheduling import World, answer_of, cached, make_config, serve, submission
 from tiny_models import CHUNK, PAGE, make_rig, prompt_of
 
-from mlxd.batching.plan import TokenLogprobs
 from mlxd.caches.quantization import Quantization
-from mlxd.scheduler.events import Finished, Tokens
 
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3")
-
-Answer = tuple[list[int], list[TokenLogprobs]]
-
-
-def answer_of(world: World, request_id: str) -> Answer:
-    events = [e for e in world.events if isinstance(e, Tokens) and e.key.request_id == request_id]
-    return [t for e in events for t in e.token_ids], [p for e in events for p in e.logprobs]
-
-
-def serve(world: World, request_id: str, prompt: tuple[int, ...], max_tokens: int = 6) -> Answer:
-    """Run it alone to its end, greedily, with log-probabilities."""
-    world.submit(submission(request_id, prompt, max_tokens=max_tokens, temperature=0.0, top_logprobs=20))
-    world.run()
-    return answer_of(world, request_id)
-
-
-def cached(world: World, request_id: str) -> int:
-    ends = {e.key.request_id: e for e in world.events if isinstance(e, Finished)}
-    return ends[request_id].usage.cached_tokens
 
 
 def num_computed(world: World) -> int:

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
-from scheduling import VOCAB, World, make_config, make_tenant, submission
+from scheduling import VOCAB, World, cached, make_config, make_tenant, submission
 
 from mlxd.batching.fake_runner import FakeRunner, fake_completion, fake_memory
 from mlxd.batching.plan import DecodeEntry, PrefillChunk
 from mlxd.caches.sizing import MemoryPlan
 from mlxd.scheduler.config import CacheConfig, Config
-from mlxd.scheduler.events import Finished, RequestKey, Tokens
+from mlxd.scheduler.events import RequestKey, Tokens
 from mlxd.scheduler.snapshot import SnapshotMaker
 
 PAGE, CHUNK = 8, 16
@@ -39,11 +39,6 @@ def serve(world: World, request_id: str, prompt: Sequence[int] = PROMPT, **field
     world.submit(submission(request_id, prompt, **fields))  # type: ignore[arg-type]
     world.run()
     return cached(world, request_id)
-
-
-def cached(world: World, request_id: str) -> int:
-    ends = {e.key.request_id: e for e in world.events if isinstance(e, Finished)}
-    return ends[request_id].usage.cached_tokens
 
 
 def tokens_of(world: World, request_id: str) -> list[int]:

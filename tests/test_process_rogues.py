@@ -8,26 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import rogue_clients
-from daemon_process import DaemonProcess, Watcher, daemon_process, process_config, write_tiny_model
+from daemon_process import DaemonProcess, Watcher, daemon_process, process_config
 from rogue_clients import NUM_BROKEN_FRAMES, NUM_REQUESTS, Rogue, rogue
-from scraping import Scraped
+from scraping import Scraped, is_at_rest, unbalanced
 from wire_daemon import TERMINAL, wait_until
 
 CLIENTS = {"a": "acme", "b": "beta", "c": "acme", "d": "beta"}
 """Name -> tenant; the tenant of the client that vanishes is its own."""
 SENTENCE = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. "
-ZERO_WHEN_IDLE = (
-    "mlxd_requests_running",
-    "mlxd_requests_waiting",
-    "mlxd_requests_paused",
-    "mlxd_rows_prefilling",
-    "mlxd_prefill_tokens_left",
-    "mlxd_tenant_kv_reserved_bytes",
-    "mlxd_clients_connected",
-    "mlxd_client_buffer_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -108,38 +97,9 @@ def kill_while_streaming(victim: Rogue) -> float:
     return time.monotonic()
 
 
-def unbalanced(scraped: Scraped) -> dict[str, tuple[int, int]]:
-    """Tenant -> (accepted, accounted for), where the two differ."""
-    accepted = scraped.by("tenant", "mlxd_requests_accepted_total")
-    accounted = sum(
-        (
-            scraped.by("tenant", f"mlxd_requests_{state}")
-            for state in ("total", "running", "waiting", "paused")
-        ),
-        start=type(accepted)(),
-    )
-    return {
-        tenant: (count, accounted[tenant]) for tenant, count in accepted.items() if count != accounted[tenant]
-    }
-
-
 def open_requests(scraped: Scraped, tenant: str) -> int:
     states = (scraped.by("tenant", f"mlxd_requests_{state}") for state in ("running", "waiting", "paused"))
     return sum(state[tenant] for state in states)
-
-
-def is_at_rest(scraped: Scraped) -> bool:
-    kv = scraped.by("state", "mlxd_kv_bytes")
-    pages = scraped.by("state", "mlxd_kv_pages")
-    gauges = [scraped.total(name) for name in ZERO_WHEN_IDLE]
-    return not any([*gauges, kv["used"], kv["reserved"], pages["held"]])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return folder
 
 
 def num_slow(daemon: DaemonProcess) -> float:

@@ -11,8 +11,10 @@ from scheduling import World, make_config, submission
 from tiny_models import (
     CHUNK,
     FAMILIES,
+    ONE_CODE,
     PACKABLE,
     PAGE,
+    UNPACKED_TOLERANCE,
     WATCHED,
     make_rig,
     prompt_of,
@@ -30,9 +32,6 @@ NUM_TOKENS = 20
 FOUR_BITS = Quantization(bits=4, group_size=32)
 EIGHT_BITS = Quantization(bits=8, group_size=64)
 FORMATS = [FOUR_BITS, EIGHT_BITS]
-UNPACKED_TOLERANCE = 1e-4
-ONE_CODE = 0.1
-"""What one code that came out differently, for a difference in the last bit, may do to a log-probability."""
 
 
 def window_of(family: str) -> int:

@@ -1,14 +1,13 @@
 """Packed keys and values beside recurrent state, experts and shared layers: rows come and go as if alone."""
 
 import random
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import tiny_zoo
+from come_and_go import come_and_go, tokens_alone
 from tiny_zoo import VOCAB, zoo_model
 
-from mlxd.batching.driver import Driver
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import RunnerInfo
 from mlxd.batching.selftest import fault_in, oracle_logprobs
@@ -22,7 +21,6 @@ ON_THE_WAY = Quantization(bits=8, group_size=32, start=2 * PAGE)
 MODELS = ("qwen3_next", "falcon_h1", "nemotron_h", "gemma3n", "qwen3_moe")
 """Their heads are as wide as `head_dim` says."""
 PROMPTS = [[(7 * i + 3) % VOCAB for i in range(length)] for length in (37, 9, 1)]
-_MOST_TOKENS = 8
 
 
 @cache
@@ -45,17 +43,6 @@ def runner_of(name: str, quantization: Quantization) -> MlxRunner:
     return runner
 
 
-def tokens_alone(runner: MlxRunner, prompt: Sequence[int], count: int) -> list[int]:
-    runner.reset()
-    driver = Driver(runner, runner.info.memory)
-    row = driver.join(prompt)
-    driver.prefill()
-    for _ in range(count):
-        driver.decode()
-    driver.leave(row)
-    return row.output
-
-
 @pytest.mark.parametrize("quantization", [AT_ONCE, ON_THE_WAY], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_ragged_rows_read_what_packing_leaves(name: str, quantization: Quantization) -> None:
@@ -71,26 +58,11 @@ def test_ragged_rows_read_what_packing_leaves(name: str, quantization: Quantizat
 @pytest.mark.parametrize("quantization", [AT_ONCE, ON_THE_WAY], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_that_come_and_go_are_as_if_alone(name: str, quantization: Quantization) -> None:
-    chance = random.Random(name)
-    runner = runner_of(name, quantization)
-    runner.reset()
-    driver = Driver(runner, runner.info.memory, pipelined=True)
-    rows = []
-    for _ in range(20):
-        if not driver.rows or (len(driver.rows) < 4 and chance.random() < 0.4):
-            length = chance.choice((1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 1, 40))
-            rows.append(driver.join([chance.randrange(VOCAB) for _ in range(length)]))
-            driver.prefill()
-        driver.decode()
-        for row in list(driver.rows):
-            if len(row.output) >= _MOST_TOKENS or chance.random() < 0.1:
-                driver.flush()
-                driver.leave(row)
-    driver.flush()
-    for row in list(driver.rows):
-        driver.leave(row)
-    for pool in driver.pools:
-        pool.check_integrity()
-        assert pool.num_held == 0
-    for row in rows:
+    chance, runner = random.Random(name), runner_of(name, quantization)
+
+    def prompt() -> list[int]:
+        length = chance.choice((1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 1, 40))
+        return [chance.randrange(VOCAB) for _ in range(length)]
+
+    for row in come_and_go(runner, chance, prompt):
         assert row.output == tokens_alone(runner, row.prompt, len(row.output))

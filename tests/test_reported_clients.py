@@ -13,8 +13,8 @@ from daemon_process import DaemonProcess, daemon_process, process_config, write_
 from wire_daemon import daemon, runner, tokenizer
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
-from mlxd.batching.runner import RunnerCounters
 from mlxd.batching.sampling_params import SamplingParams
+from mlxd.metrics.stats import RunnerCounters
 
 CHUNK = 64
 LONG_PROMPT = 40 * CHUNK

@@ -1,62 +1,18 @@
 """Warm rows of models with every kind of state give what cold ones give, and compute less."""
 
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from scheduling import World, make_config, submission
-from tiny_models import CHUNK, PAGE, VOCAB, make_rig, prompt_of
-from tiny_zoo import zoo_model
+from kind_runners import KINDS, runner_of, stride
+from scheduling import Answer, World, answer_of, cached, make_config, serve, submission
+from tiny_models import CHUNK, PAGE, prompt_of
 
-from mlxd.batching.mlx_runner import MlxRunner
-from mlxd.batching.plan import TokenLogprobs
-from mlxd.batching.runner import RunnerInfo
 from mlxd.caches.disk_store import DiskStore
 from mlxd.caches.disk_tier import DiskTier
-from mlxd.caches.kinds import group_specs, inspect_layers
 from mlxd.caches.persistence import PageCodec
-from mlxd.caches.quantization import Quantization
-from mlxd.caches.sizing import plan_memory
-from mlxd.scheduler.events import Finished, RequestKey, Tokens
+from mlxd.scheduler.events import RequestKey
 
-LATE = Quantization(bits=4, group_size=32, start=2 * CHUNK)
-RIGS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"attention": "in_place"},
-    "gpt_oss": {"attention": "gathered"},
-    "gemma3_text/64": {"attention": "in_place", "quantization": LATE},
-    "llama/64": {"attention": "in_place", "quantization": LATE},
-}
-ZOO = ("qwen3_next", "mamba2", "jamba", "gemma3n")
-KINDS = (*RIGS, *ZOO)
 TOLERANCE = 1e-4
-
-Answer = tuple[list[int], list[TokenLogprobs]]
-
-
-@cache
-def runner_of(kind: str, budget_bytes: int = 2**22) -> MlxRunner:
-    if kind in RIGS:
-        return make_rig(kind, budget_bytes=budget_bytes, **RIGS[kind]).runner
-    model = zoo_model(kind)
-    layers = inspect_layers(model)
-    memory = plan_memory(
-        group_specs(layers, PAGE, CHUNK),
-        budget_bytes=budget_bytes,
-        weights_bytes=0,
-        max_rows=8,
-        max_model_len=128,
-        chunk=CHUNK,
-        checkpoints=0.2,
-    )
-    runner = MlxRunner(model, layers, memory, RunnerInfo(kind, VOCAB, memory, 8, frozenset(), "test", False))
-    runner.set_attention("in_place")
-    runner.step.enabled = False
-    return runner
-
-
-def stride(kind: str) -> int:
-    return runner_of(kind).info.memory.page_size
 
 
 def fresh(kind: str, **config: object) -> World:
@@ -67,22 +23,6 @@ def fresh(kind: str, **config: object) -> World:
 def submit(world: World, request_id: str, prompt: tuple[int, ...], max_tokens: int = 6) -> None:
     """Greedily, with log-probabilities."""
     world.submit(submission(request_id, prompt, max_tokens=max_tokens, temperature=0.0, top_logprobs=20))
-
-
-def answer_of(world: World, request_id: str) -> Answer:
-    events = [e for e in world.events if isinstance(e, Tokens) and e.key.request_id == request_id]
-    return [t for e in events for t in e.token_ids], [p for e in events for p in e.logprobs]
-
-
-def serve(world: World, request_id: str, prompt: tuple[int, ...], max_tokens: int = 6) -> Answer:
-    submit(world, request_id, prompt, max_tokens)
-    world.run()
-    return answer_of(world, request_id)
-
-
-def cached(world: World, request_id: str) -> int:
-    ends = {e.key.request_id: e for e in world.events if isinstance(e, Finished)}
-    return ends[request_id].usage.cached_tokens
 
 
 def check_cold(kind: str, prompt: tuple[int, ...], answer: Answer) -> None:

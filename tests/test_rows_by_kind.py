@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
+from kind_rigs import BOUNDARY, KINDS, rig_of
 from scheduling import World, make_config, submission
-from test_sibling_proof import BOUNDARY, KINDS, rig_of
 from tiny_models import WATCHED, pools_are_whole, prompt_of, seen
 
 from mlxd.batching.driver import Driver

@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from scheduling import submission
-from test_admission import running, world_of
+from scheduling import running, submission
+from test_admission import world_of
 
 from mlxd.scheduler.events import Finished, Rejected
 

@@ -11,33 +11,17 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kind_rigs import BOUNDARY, KINDS, rig_of
 from scheduling import World, make_config, submission
-from tiny_models import CHUNK, Rig, make_rig, prompt_of
-from tiny_zoo import zoo_model
+from tiny_models import CHUNK, Rig, prompt_of
 
 from mlxd.batching.plan import StepPlan
 from mlxd.batching.row import Row
 from mlxd.batching.runner import PendingStep, RunnerInfo
 from mlxd.caches.delayed import DelayedRows
 from mlxd.caches.page_table import PageTable
-from mlxd.caches.quantization import Quantization
 from mlxd.scheduler.events import Finished, Tokens
 
-PACKED = Quantization(bits=4, group_size=32)
-LATE = Quantization(bits=4, group_size=32, start=CHUNK + 3)
-BOUNDARY = 2 * CHUNK
-KINDS: dict[str, Callable[[], Rig]] = {
-    "plain": lambda: make_rig("llama", "in_place"),
-    "packed": lambda: make_rig("llama/64", "in_place", quantization=PACKED),
-    "delayed": lambda: make_rig("llama/64", "in_place", quantization=LATE),
-    "sliding": lambda: make_rig("gemma3_text", "in_place"),
-    "delayed sliding": lambda: make_rig("mistral/64", "in_place", quantization=LATE),
-    "recurrent": lambda: make_rig("mamba2", "in_place", model=zoo_model("mamba2")),
-    "recurrent and delayed": lambda: make_rig(
-        "falcon_h1", "in_place", model=zoo_model("falcon_h1"), quantization=LATE
-    ),
-}
-rig_of = cache(lambda kind: KINDS[kind]())
 LENGTHS = (1, 2, 4, 5, CHUNK, CHUNK + 1, BOUNDARY - 6, BOUNDARY - 1, BOUNDARY, BOUNDARY + 1, BOUNDARY + 2, 50)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from daemon_process import SERVE, process_config, write_config, write_tiny_model
+from daemon_process import SERVE, process_config, write_config
 from msgspec.structs import replace
 from scheduling import make_config, submission
 from wire_daemon import Daemon, wait_until
@@ -51,13 +51,6 @@ main()
 
 class Stopped(Exception):
     """What a progress call raises here to end a load."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return folder
 
 
 @pytest.fixture

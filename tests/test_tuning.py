@@ -76,8 +76,8 @@ def test_steps_of_the_start_are_not_counted_as_service(tmp_path: Path) -> None:
         engine.start(lambda events: None)
         engine.wait_ready(60)
         snapshot = engine.snapshot
-    assert (snapshot.compiled_steps, snapshot.eager_steps) == (0, 0)
-    assert snapshot.graph_compiles > 0
+    assert (snapshot.runner.compiled_steps, snapshot.runner.eager_steps) == (0, 0)
+    assert snapshot.runner.graph_compiles > 0
 
 
 @pytest.mark.parametrize(

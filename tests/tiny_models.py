@@ -78,6 +78,9 @@ _MODELS = {
     WIDE: Family("llama", config={"num_hidden_layers": 8, "head_dim": 128}),
 }
 """By name; "llama/64" is llama with heads 64 wide, which can be packed."""
+UNPACKED_TOLERANCE = 1e-4
+ONE_CODE = 0.1
+"""What one code that came out differently, for a difference in the last bit, may do to a log-probability."""
 PACKABLE = [f"{name}/64" for name in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss")]
 
 
