@@ -3,13 +3,23 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxd.scheduler.config import CacheConfig, Config, CurveConfig, ServerConfig, TenantConfig
+from mlxd.scheduler.config import (
+    CacheConfig,
+    Config,
+    CurveConfig,
+    DiskConfig,
+    JournalConfig,
+    ModelConfig,
+    ServerConfig,
+    TenantConfig,
+)
 from mlxd.scheduler.document import parse_document
 from mlxd.scheduler.errors import ConfigError
 
@@ -321,6 +331,21 @@ def test_with_curve_a_tenant_has_a_key_or_a_token() -> None:
 def test_encrypted_sockets_are_tcp_and_have_addresses_of_their_own(submit: str, sentence: str) -> None:
     curve = f"{{secret_key_file: /k, submit: '{submit}', control: 'tcp://0.0.0.0:2'}}"
     assert error_of(with_section(f"server: {{curve: {curve}}}")) == f"x.yaml:4: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("section", "place"),
+    [
+        ({"server": ServerConfig(submit="ipc:///\ud800")}, "server.submit"),
+        ({"model": ModelConfig(path="\ud800")}, "model.path"),
+        ({"cache": CacheConfig(disk=DiskConfig(path="/\ud800", max_bytes="1GiB"))}, "cache.disk.path"),
+        ({"journal": JournalConfig(durability="accepted", path="/\ud800")}, "journal.path"),
+    ],
+)
+def test_a_path_that_the_file_system_cannot_name_is_refused(section: dict[str, Any], place: str) -> None:
+    tenants = (TenantConfig(name="a", token_sha256=HASH),)
+    with pytest.raises(ConfigError, match=rf"config: {place} is '.*ud800'; file names are UTF-8 here"):
+        Config(version=1, tenants=tenants, **section).check()
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", ".nan", "1e9", "'3'"])
