@@ -277,7 +277,8 @@ class Batch:
         self._num_of_class[request.level] += 1
         cached_tokens = step.add_reused(request)
         charged = request.row.num_reused if request.pays_again else cached_tokens
+        tenant = self._book[request.tenant]
+        self._policy.entered(tenant)
         if charged:
-            tenant = self._book[request.tenant]
             self._policy.charge(tenant, 0, 0, charged)
             self._book.use(tenant, cached_tokens, now)

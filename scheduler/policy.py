@@ -25,6 +25,10 @@ class Policy(Protocol):
         """
         ...
 
+    def entered(self, tenant: Tenant) -> None:
+        """A request of `tenant` got a row."""
+        ...
+
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         """Work was done for `tenant`: adds to its `service`. `cached_tokens`: found instead of computed."""
         ...
@@ -42,10 +46,13 @@ class _Metered:
         self._prompt_weight = prompt_weight
         self._output_weight = output_weight
         self._cached_weight = cached_weight
-        self._last_charged = 0.0
+        self._last_entered: Tenant | None = None
 
     def counter(self, tenant: Tenant) -> float:
         return tenant.service + self._prompt_weight * tenant.prefill_left / tenant.weight
+
+    def entered(self, tenant: Tenant) -> None:
+        self._last_entered = tenant
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         prompt = prompt_tokens + self._cached_weight * cached_tokens
@@ -54,7 +61,6 @@ class _Metered:
         tenant.work += work
         tenant.service += cost
         tenant.received += cost
-        self._last_charged = tenant.service
 
 
 class FcfsPolicy(_Metered):
@@ -79,7 +85,7 @@ class FairPolicy(_Metered):
     still to be computed count for its rank, so that one step does not admit many requests on one low counter.
 
     A queue that was empty, or held by a cap of its tenant, earns no credit: on return it starts at the
-    smallest counter of those that compete; where none does, at the counter that was charged last.
+    smallest counter of those that compete; where none does, at that of the tenant whose request entered last.
     Source: Sheng et al., Fairness in Serving Large Language Models, arXiv 2401.00588.
     """
 
@@ -87,7 +93,8 @@ class FairPolicy(_Metered):
         return (self.counter(tenant), tenant.num_running / tenant.weight)
 
     def activate(self, tenant: Tenant, others: Iterable[Tenant]) -> None:
-        floor = min(map(self.counter, others), default=self._last_charged)
+        last = self.counter(self._last_entered) if self._last_entered is not None else 0.0
+        floor = min(map(self.counter, others), default=last)
         tenant.service += max(0.0, floor - self.counter(tenant))
 
     def is_ahead(self, tenant: Tenant, other: Tenant, prompt_tokens: int, output_tokens: int) -> bool:

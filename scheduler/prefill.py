@@ -1,6 +1,7 @@
 """How much prefill a step holds, and whose."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -45,8 +46,8 @@ class PrefillTurns:
 
     The first turn lets short prompts pass long ones, and urgent ones the others; the second gives the oldest
     row at least every second chunk, so that each row in time becomes the oldest and ends. Rows of tenants
-    that are ahead of another one's, even if all of its prompts were done, come after the others: where
-    prompts take all the time there is, chunks are what tenants share.
+    that were ahead of another one before these prompts, even if all of its own were done, come after the
+    others: where prompts take all the time there is, chunks are what tenants share.
     """
 
     def __init__(self, policy: Policy, book: TenantBook) -> None:
@@ -57,15 +58,18 @@ class PrefillTurns:
     def split(self, rows: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """Rows that take their turns first, and those of tenants that are ahead; both in entering order."""
         least: dict[int, Tenant] = {}
+        computed: Counter[str] = Counter()
         for row in rows:
             tenant = self._book[row.tenant]
+            computed[row.tenant] += row.num_computed
             behind = least.setdefault(row.level, tenant)
             if self._policy.counter(tenant) < self._policy.counter(behind):
                 least[row.level] = tenant
         first: list[Request] = []
         ahead: list[Request] = []
         for row in rows:
-            is_ahead = self._policy.is_ahead(self._book[row.tenant], least[row.level], 0, 0)
+            tenant = self._book[row.tenant]
+            is_ahead = self._policy.is_ahead(tenant, least[row.level], computed[row.tenant], 0)
             (ahead if is_ahead else first).append(row)
         return first, ahead
 

@@ -49,14 +49,25 @@ def test_fair_counts_prompt_tokens_that_rows_still_have_to_compute() -> None:
     ("own", "others", "lifted"),
     [(0.0, [7.0, 30.0], 7.0), (9.0, [7.0], 9.0), (0.0, [], 25.0), (60.0, [], 60.0)],
 )
-def test_a_tenant_that_returns_is_lifted_to_the_least_served_that_queues_or_the_last_charged(
+def test_a_tenant_that_returns_is_lifted_to_the_least_served_that_queues_or_the_last_that_entered(
     own: float, others: list[float], lifted: float
 ) -> None:
     policy = FairPolicy(1.0, 1.0, 0.1)
-    policy.charge(tenant("gone"), 25, 0)
+    gone = tenant("gone")
+    policy.entered(gone)
+    policy.charge(gone, 25, 0)
     back = tenant("back", service=own)
     policy.activate(back, [tenant(f"t{i}", service=s) for i, s in enumerate(others)])
     assert back.service == lifted
+
+
+def test_who_entered_last_counts_with_the_prompts_its_rows_still_have_to_compute() -> None:
+    policy = FairPolicy(1.0, 1.0, 0.1)
+    alone, back = tenant("alone", service=5), tenant("back")
+    alone.prefill_left = 100
+    policy.entered(alone)
+    policy.activate(back, [])
+    assert back.service == 105
 
 
 @pytest.mark.parametrize(("name", "kind"), [("fair", FairPolicy), ("fcfs", FcfsPolicy)])

@@ -33,6 +33,13 @@ def test_the_gap_between_competing_tenants_stays_within_the_bound(first: int) ->
         check_fairness(seed)
 
 
+@pytest.mark.parametrize("seed", [2155, 2713, 3859, 7431])
+def test_whoever_comes_while_nobody_competes_gains_nothing_by_it(seed: int) -> None:
+    """Others had just entered with long prompts, and had no queue then, or all of the memory."""
+    check_fairness(seed)
+    check_fairness(seed, pauses=True)
+
+
 @default_blocks
 def test_all_of_it_holds_with_clients_that_stop_reading_and_go_on(first: int) -> None:
     for seed in range(first, first + BLOCK):
