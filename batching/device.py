@@ -1,9 +1,13 @@
 """The device that MLX computes on by default."""
 
 import os
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 
 import mlx.core as mx
+
+from mlxd.batching.user_cache import user_cache_folder
 
 
 @cache
@@ -34,11 +38,22 @@ def compiles_kernels() -> bool:
 def plans_by_shape() -> bool:
     """Whether attention over several positions is planned anew for each shape, which takes far longer.
 
-    CUDA's does, by cuDNN; what was planned is kept, see `keep_plans`.
+    CUDA's does, by cuDNN; what was planned is kept, see `keep_compiled`.
     """
     return mx.cuda.is_available()
 
 
-def keep_plans() -> None:
-    """Before the first plan is made: have MLX keep more of them than its 64, which one long prompt takes."""
+def keep_compiled() -> None:
+    """On CUDA, before anything runs: have MLX keep what it compiles for later starts, and all of its plans.
+
+    Its own places are a temporary folder, and 64 plans, which one long prompt takes. Changes the environment
+    where that says nothing of it. Raises ModelError: `$MLXD_CACHE` is in the home of nobody.
+    """
+    if not mx.cuda.is_available():
+        return
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
+    folder = user_cache_folder() / "ptx" / version("mlx")
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder))

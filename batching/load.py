@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
-from mlxd.batching.device import device_memory_bytes, device_name, keep_plans
+from mlxd.batching.device import device_memory_bytes, device_name, keep_compiled
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, plan_for
@@ -78,7 +78,7 @@ def load_runner(
             not fit it or this machine.
         ModelError: it cannot be fetched, or is wrong even one row at a time.
     """
-    keep_plans()
+    keep_compiled()
     blas = ensure_blas()
     if blas.warning:
         logger.warning("%s", blas.warning)

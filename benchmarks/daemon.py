@@ -76,8 +76,14 @@ class Daemon:
         self._client = AsyncClient(
             self.config.server.submit, token=_TOKEN, timeout_s=_START_S, wait_s=_START_S
         )
-        while await self._client.ping() != "running":
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+        ended = asyncio.ensure_future(self._process.wait())
+        running = asyncio.ensure_future(_running(self._client))
+        await asyncio.wait((ended, running), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            raise RuntimeError(f"mlxd serve ended with {ended.result()}; what it said is above")
+        ended.cancel()
+        await running
 
     async def end(self, by: signal.Signals = signal.SIGTERM) -> None:
         """A second call does nothing."""
@@ -94,3 +100,8 @@ class Daemon:
         with urllib.request.urlopen(f"http://{self.config.server.metrics}/metrics", timeout=5) as reply:
             lines = [line for line in reply.read().decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+async def _running(client: AsyncClient) -> None:
+    while await client.ping() != "running":
+        await asyncio.sleep(_LOOK_INTERVAL_S)

@@ -10,7 +10,7 @@ from floor import on_cpu
 from mlx_lm.models import gemma3_text, llama
 
 from mlxd.batching import tuning
-from mlxd.batching.device import keep_plans
+from mlxd.batching.device import keep_compiled
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
@@ -109,7 +109,7 @@ def load(name: str) -> BenchModel:
     Weights are float32 on the CPU; random ones are bfloat16 on a GPU, and packed to 4 bits in groups of 64
     where the shape's name ends in "-4bit".
     """
-    keep_plans()
+    keep_compiled()
     model, vocab_size = _open(name)
     mx.eval(model.parameters())
     return BenchModel(name, model, vocab_size)

@@ -82,6 +82,17 @@ def _convert(document: Document) -> Config:
 
 
 def _problems(config: Config) -> Iterator[rules.Problem]:
+    curve, disk = config.server.curve, config.cache.disk
+    yield from rules.path_problems(
+        {
+            ("server", "submit"): config.server.submit,
+            ("server", "control"): config.server.control,
+            ("server", "curve", "secret_key_file"): curve.secret_key_file if curve else None,
+            ("model", "path"): config.model.path,
+            ("cache", "disk", "path"): disk.path if disk else None,
+            ("journal", "path"): config.journal.path,
+        }
+    )
     yield from rules.address_problems(config.server)
     yield from rules.cache_problems(config.cache)
     yield from rules.journal_problems(config.journal)

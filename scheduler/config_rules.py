@@ -3,8 +3,9 @@
 Each rule yields a value's path and the sentence that follows it.
 """
 
-import os.path
-from collections.abc import Iterator, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from mlxd.batching.errors import show_path
@@ -66,6 +67,16 @@ def journal_problems(journal: JournalConfig) -> Iterator[Problem]:
         parse_size(journal.max_bytes)
     except ValueError as error:
         yield ("journal", "max_bytes"), str(error)
+
+
+def path_problems(paths: Mapping[Keys, str | None]) -> Iterator[Problem]:
+    """`paths`: what becomes a file's name, by its setting."""
+    for keys, path in paths.items():
+        try:
+            os.fsencode(path or "")
+        except UnicodeEncodeError:
+            encoding = sys.getfilesystemencoding().upper()
+            yield keys, f"is {path!r}; file names are {encoding} here, which lacks a character of it"
 
 
 def address_problems(server: ServerConfig) -> Iterator[Problem]:

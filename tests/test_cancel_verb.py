@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,14 @@ def test_ctrl_c_ends_all_that_was_asked_though_requests_outlive_their_clients(
         command = [sys.executable, "-m", "mlxd.scheduler", "generate", "--max-tokens", "3000", *prompts]
         environment = {**os.environ, "MLXD_ENDPOINT": endpoint, "MLXD_TOKEN": token("acme")}
         with Client(endpoint, token=token("acme")) as client:
-            asked = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-            wait_until(lambda: client.status().running == len(prompts))
-            asked.send_signal(signal.SIGINT)
-            assert asked.wait(10) == 130
+            # Ctrl-C is as in a terminal, also where the tests run in the background.
+            interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            with subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, preexec_fn=interruptible
+            ) as asked:
+                wait_until(lambda: client.status().running == len(prompts))
+                asked.send_signal(signal.SIGINT)
+                assert asked.wait(10) == 130
             wait_until(lambda: client.status().running == 0)
 
 

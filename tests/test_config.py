@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,7 +10,15 @@ from config_text import HASH, MINIMAL, TENANTS, error_of, with_section
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxd.scheduler.config import CacheConfig, Config, ServerConfig, TenantConfig
+from mlxd.scheduler.config import (
+    CacheConfig,
+    Config,
+    DiskConfig,
+    JournalConfig,
+    ModelConfig,
+    ServerConfig,
+    TenantConfig,
+)
 from mlxd.scheduler.document import parse_document
 from mlxd.scheduler.errors import ConfigError
 
@@ -224,6 +233,21 @@ def test_a_wrong_value_is_named_with_its_line_and_limit(section: str, message: s
 )
 def test_a_text_that_is_no_configuration_gets_one_line(text: str, message: str) -> None:
     assert error_of(text) == message
+
+
+@pytest.mark.parametrize(
+    ("section", "place"),
+    [
+        ({"server": ServerConfig(submit="ipc:///\ud800")}, "server.submit"),
+        ({"model": ModelConfig(path="\ud800")}, "model.path"),
+        ({"cache": CacheConfig(disk=DiskConfig(path="/\ud800", max_bytes="1GiB"))}, "cache.disk.path"),
+        ({"journal": JournalConfig(durability="accepted", path="/\ud800")}, "journal.path"),
+    ],
+)
+def test_a_path_that_the_file_system_cannot_name_is_refused(section: dict[str, Any], place: str) -> None:
+    tenants = (TenantConfig(name="a", token_sha256=HASH),)
+    with pytest.raises(ConfigError, match=rf"config: {place} is '.*ud800'; file names are UTF-8 here"):
+        Config(version=1, tenants=tenants, **section).check()
 
 
 def test_a_configuration_made_in_python_is_held_to_the_same_rules() -> None:

@@ -216,7 +216,8 @@ def test_a_request_whose_end_was_not_written_when_the_daemon_was_killed_was_not_
         assert first.process.wait(10) == -9
         collector.stop()
     told = tokens(collector.messages)
-    assert told == expected(1)[1 : 1 + len(told)]  # the last ones may be on their way when it is killed
+    assert told == expected(1)[1 : 1 + len(told)]  # the last of it may have died with the process
+    assert len(told) > 1
     assert {message["type"] for message in collector.messages} == {"chunk"}
     with fault_process(tmp_path, config) as second, second.peer() as peer:
         peer.send("resume", id="a")

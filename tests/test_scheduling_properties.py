@@ -47,8 +47,9 @@ def test_all_of_it_holds_with_clients_that_stop_reading_and_go_on(first: int) ->
         check_fairness(seed, pauses=True)
 
 
-def test_who_is_next_is_so_by_the_plain_rule() -> None:
-    for seed in range(BLOCK):
+@default_blocks
+def test_who_is_next_is_so_by_the_plain_rule(first: int) -> None:
+    for seed in range(first, first + BLOCK):
         check_order(seed)
 
 

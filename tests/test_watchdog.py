@@ -106,7 +106,7 @@ def test_waiting_for_a_minutes_tokens_is_no_hang(tmp_path: Path) -> None:
             peer.send("generate", id=name, prompt="hello", sampling={"max_tokens": 60})
         peer.until_terminal("a")
         time.sleep(1.5)
-        assert peer.ask("cancel", id="b")["result"] == "cancelling"
+        peer.send("cancel", id="b")
         assert peer.until_terminal("b")[-1]["type"] == "cancelled"
 
 
