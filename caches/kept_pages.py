@@ -125,7 +125,8 @@ class KeptPages:
     def touch(self, keys: Iterable[Key]) -> None:
         """These were used, the last one latest."""
         for key in keys:
-            self.rank(key, is_first=False)
+            if (kept := self._kept.get(key)) is not None:
+                self._orders[kept.namespace].move_to_end(key)
 
     def rank(self, key: Key, *, is_first: bool) -> None:
         """Give it up before or after all others of its namespace."""
