@@ -20,6 +20,7 @@ class PageChain:
 
     Attributes:
         number: of this chain alone, in its cache.
+        namespace: whose tokens they are.
         keys: of the first full pages, as far as `extend` was told.
         marks: boundaries to record for good, not passed yet.
         recorded: marks that were passed.
@@ -35,13 +36,15 @@ class PageChain:
         "keys",
         "latest",
         "marks",
+        "namespace",
         "number",
         "pending",
         "recorded",
     )
 
-    def __init__(self, number: int, root: bytes, num_groups: int) -> None:
+    def __init__(self, number: int, namespace: str, root: bytes, num_groups: int) -> None:
         self.number = number
+        self.namespace = namespace
         self._root = root
         self.keys: list[bytes] = []
         self.pending: tuple[set[int], ...] = tuple(set() for _ in range(num_groups))

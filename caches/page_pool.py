@@ -1,7 +1,9 @@
 """Which pages of a group are free, held, or must be zeroed before their next owner."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
+
+from mlxd.caches.idle_pages import IdlePages
 
 SCRATCH_PAGE = 0
 """Idle rows of a bucket and padded positions write here; no row ever owns it."""
@@ -27,7 +29,7 @@ class PagePool:
     is idle: held, but as good as free, since the cache gives it up as soon as it is wanted.
 
     Attributes:
-        num_idle: pages that only the prefix cache owns.
+        idle: pages that only the prefix cache owns, by namespace.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -37,8 +39,8 @@ class PagePool:
         self._references = [0] * (num_pages + 1)
         self._to_scrub: list[int] = []
         self._origins: dict[int, Origin] = {}
-        self._kept: set[int] = set()
-        self.num_idle = 0
+        self._kept: dict[int, str] = {}
+        self.idle = IdlePages()
 
     @property
     def num_free(self) -> int:
@@ -47,6 +49,11 @@ class PagePool:
     @property
     def num_held(self) -> int:
         return self.num_pages - self.num_free
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that only the prefix cache owns."""
+        return self.idle.total
 
     @property
     def num_used(self) -> int:
@@ -79,7 +86,8 @@ class PagePool:
     def retain(self, page: int) -> None:
         """Share a held page with one more owner."""
         assert self._references[page] > 0, f"page {page} is free"
-        self.num_idle -= self.is_idle(page)
+        if self.is_idle(page):
+            self.idle.remove(self._kept[page])
         self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -87,22 +95,24 @@ class PagePool:
         for page in pages:
             assert self._references[page] > 0, f"page {page} released twice"
             self._references[page] -= 1
-            self.num_idle += self.is_idle(page)
-            if self._references[page] == 0:
+            if self.is_idle(page):
+                self.idle.add(self._kept[page])
+            elif self._references[page] == 0:
                 assert page not in self._kept, f"page {page} is kept and has no owner"
                 self._origins.pop(page, None)
                 self._dirty.append(page)
 
-    def keep(self, page: int) -> None:
-        """Make the prefix cache an owner of a held page, once."""
+    def keep(self, page: int, namespace: str) -> None:
+        """Make the prefix cache an owner of a held page, once, for a namespace."""
         assert page not in self._kept, f"page {page} is kept twice"
         self.retain(page)
-        self._kept.add(page)
+        self._kept[page] = namespace
 
     def drop(self, page: int) -> None:
         """The prefix cache is no owner any more."""
-        self.num_idle -= self.is_idle(page)
-        self._kept.remove(page)
+        if self.is_idle(page):
+            self.idle.remove(self._kept[page])
+        del self._kept[page]
         self.release((page,))
 
     def is_idle(self, page: int) -> bool:
@@ -149,5 +159,7 @@ class PagePool:
         assert self._references[SCRATCH_PAGE] == 0, "the scratch page is owned"
         held = self.num_pages + 1 - self._references.count(0)
         assert held + len(free) == self.num_pages, f"{held} held + {len(free)} free != {self.num_pages}"
-        assert self.num_idle == sum(map(self.is_idle, self._kept)), f"{self.num_idle} idle pages are counted"
+        idle = Counter(namespace for page, namespace in self._kept.items() if self.is_idle(page))
+        assert self.idle.counts == idle, f"{self.idle.counts} idle pages are counted, not {idle}"
+        assert self.idle.total == idle.total(), f"{self.idle.total} idle pages are counted in all"
         assert all(self._references[page] for page in (*self._kept, *self._origins)), "a free page is awaited"

@@ -1,7 +1,7 @@
 """What rows computed, kept after them and found again by the tokens that led to it."""
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
 from weakref import WeakSet
@@ -20,8 +20,9 @@ class PrefixCache:
     """Pages by key, group by group. Those that no row holds are given up as pages run out.
 
     A row may begin after n full pages where each group has what a row there reads: all n pages, those in its
-    window, its state, or nothing, if the group does not serve that position. Each page goes for itself, the
-    least recently used first; a chain's last page counts as used before the one it follows.
+    window, its state, or nothing, if the group does not serve that position. Each page goes for itself, from
+    the namespace that keeps most for its weight, there the least recently used first; a chain's last page
+    counts as used before the one it follows.
 
     Full pages stay in their row to its end. What a window leaves behind, and a state, is recorded when the
     row passes a boundary: by reference, since full pages are never written again; a state as a copy. Nobody
@@ -68,11 +69,16 @@ class PrefixCache:
         """Pages that `take_new` has not told yet; some may be gone already."""
         return len(self._new)
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Weights of the namespaces from now on; what others kept is given up first."""
+        for kept in self.groups:
+            kept.weigh(weights)
+
     def chain(self, namespace: str) -> PageChain:
         """For a new request; chains of different namespaces never share a key."""
         text = f"{len(namespace)}:{namespace}{self._identity}".encode()
         root = blake2b(text, key=self._secret, digest_size=KEY_BYTES).digest()
-        chain = PageChain(next(self._numbers), root, len(self.groups))
+        chain = PageChain(next(self._numbers), namespace, root, len(self.groups))
         self._chains.add(chain)
         return chain
 
@@ -117,7 +123,7 @@ class PrefixCache:
 
     def restore(self, chain: PageChain, name: PageName, payload: memoryview) -> bool:
         """Keep a page that comes from elsewhere, filled before the next launch; False: there is no room."""
-        return self.groups[name.group].keep_copy(name.key, chain.keys[0], payload)
+        return self.groups[name.group].keep_copy(name.key, chain, payload)
 
     def take(self, chain: PageChain, tables: Sequence[PageTable], most: int) -> int:
         """Have the empty tables of a row that enters begin with what `find` finds; how many pages that is.
@@ -181,13 +187,13 @@ class PrefixCache:
     def _record_page(
         self, kept: KeptPages, chain: PageChain, table: PageTable, index: int, is_leaving: bool
     ) -> None:
-        key, first = chain.private(index), chain.keys[0]
+        key = chain.private(index)
         if key in kept or chain.keys[index] in kept:
             return
         if kept.has_states and not is_leaving:
-            kept.keep_copy(key, first, table.pages[0])
+            kept.keep_copy(key, chain, table.pages[0])
         else:
-            kept.keep(key, first, table.pages[0] if kept.has_states else table.page(index))
+            kept.keep(key, chain, table.pages[0] if kept.has_states else table.page(index))
 
     def share(self, chain: PageChain, tables: Sequence[PageTable], num_pages: int) -> None:
         """Let others find what a row computed of its first `num_pages` pages, never to be written again."""
@@ -200,7 +206,7 @@ class PrefixCache:
             shared = [i for i in settled if kept.rename(chain.private(i), chain.keys[i])]
             for index in reversed(self._full_pages(kept, table, num_pages)):
                 if chain.keys[index] not in kept:
-                    kept.keep(chain.keys[index], chain.keys[0], table.page(index))
+                    kept.keep(chain.keys[index], chain, table.page(index))
                     shared.append(index)
             kept.touch(chain.keys[index] for index in sorted(shared, reverse=True))
             for index in sorted(shared):

@@ -1,6 +1,6 @@
 """The KV memory rows live in: one pool a group, and the ledger over all."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from mlxd.batching.plan import RestoredPage
 from mlxd.batching.row import Row
@@ -25,7 +25,7 @@ class KvSpace:
     only where its worst case is, so that a preemption is worth its recomputation.
 
     Rows leave what they computed to later requests of their tenant. Pages that only the prefix cache holds
-    count as free: they are given up as soon as a row needs them.
+    count as free: they are given up as soon as a row needs them, by whoever keeps most for its weight.
 
     Attributes:
         prefix_note: whether prefixes are reused, and why not.
@@ -98,10 +98,10 @@ class KvSpace:
         needed = request.worst_case if request.num_preemptions else self._ledger.worst_case(request.num_known)
         return all(n <= p.num_pages - p.num_used for n, p in zip(needed.pages, self._pools, strict=True))
 
-    def keep_tenants(self, names: Set[str]) -> None:
-        """These are the tenants from now on: nobody finds what others computed."""
+    def keep_tenants(self, weights: Mapping[str, float]) -> None:
+        """These are the tenants from now on: nobody finds what others computed, and it goes first."""
         if self._reuse is not None:
-            self._reuse.keep_tenants(names)
+            self._reuse.keep_tenants(weights)
 
     def enter(self, row_id: int, request: Request, token_s: float) -> Row:
         """Reserve the worst case; the row's tables begin with the cached pages of its known tokens.

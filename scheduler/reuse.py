@@ -1,7 +1,7 @@
 """What requests find of earlier ones of their tenant, in memory and on disk."""
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from mlxd.batching.row import Row
@@ -33,12 +33,13 @@ class PrefixReuse:
         self._namespaces = Namespaces() if disk is None else disk.namespaces
         self._num_waited = 0
 
-    def keep_tenants(self, names: Set[str]) -> None:
-        """These are the tenants from now on: nobody finds what others left."""
+    def keep_tenants(self, weights: Mapping[str, float]) -> None:
+        """These are the tenants from now on: nobody finds what others left, and it goes first."""
         try:
-            self._namespaces.keep(names)
+            self._namespaces.keep(weights.keys())
         except OSError as error:
             logger.warning("prefixes of tenants that are gone may be found after a restart: %s", error)
+        self.prefix.weigh({self._namespaces[name]: weight for name, weight in weights.items()})
 
     def enter(self, request: Request, row: Row, token_s: float) -> None:
         """Have an entering row begin with what is known of its tokens, but for the last one.

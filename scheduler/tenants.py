@@ -57,7 +57,7 @@ class TenantBook:
             self._tenants[c.name] = tenant
         has_requests = any(gone.queue or gone.num_running or gone.num_paused for gone in before.values())
         assert not has_requests, "its requests have ended"
-        self._space.keep_tenants(self._tenants.keys())
+        self._space.keep_tenants({tenant.name: tenant.weight for tenant in self})
         self.reserves = Reserves({c.name: c.kv_reserve for c in configs}, self._promisable)
         for request in requests:
             self._hold(request)

@@ -87,7 +87,7 @@ def test_dirty_pages_can_be_zeroed_at_once() -> None:
 def test_a_page_that_the_cache_alone_keeps_is_idle_and_free_once_dropped() -> None:
     pool = PagePool(3)
     first, second = pool.allocate(2)
-    pool.keep(first)
+    pool.keep(first, "acme")
     assert (pool.num_idle, pool.num_used, pool.num_kept) == (0, 2, 1)
     pool.release([first])
     assert (pool.num_idle, pool.num_used) == (1, 1)
@@ -104,9 +104,9 @@ def test_a_page_that_the_cache_alone_keeps_is_idle_and_free_once_dropped() -> No
 def test_a_page_is_kept_once() -> None:
     pool = PagePool(1)
     [page] = pool.allocate(1)
-    pool.keep(page)
+    pool.keep(page, "acme")
     with pytest.raises(AssertionError, match="kept twice"):
-        pool.keep(page)
+        pool.keep(page, "acme")
 
 
 def test_a_page_that_is_filled_is_not_scrubbed_and_is_reported_once() -> None:

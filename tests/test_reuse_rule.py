@@ -35,11 +35,11 @@ class Caches:
 
     def keep(self, *present: str) -> None:
         """One string a group: where it has an "x", the group has the page, or the state, of that place."""
-        keys = self.chain().keys
+        chain = self.chain()
         for kept, pool, pages in zip(self.cache.groups, self.pools, present, strict=True):
             for index in (i for i, mark in enumerate(pages) if mark == "x"):
                 [page] = pool.allocate(1)
-                kept.keep(keys[index], keys[0], page)
+                kept.keep(chain.keys[index], chain, page)
                 pool.release([page])
         self.check()
 
