@@ -75,6 +75,7 @@ class DiskTier:
             load_s=self._load_s,
             save_s=self._save_s,
             num_stored=len(self._store),
+            is_off=self.is_off,
         )
 
     def begin_step(self) -> None:

@@ -105,6 +105,7 @@ class DiskStats:
             (the step's time for loading is over).
         load_s, save_s: time spent on reading and verifying, and on writing.
         num_stored: pages that are there now.
+        is_off: it failed, and nothing more is stored or found.
     """
 
     used_bytes: int
@@ -114,6 +115,7 @@ class DiskStats:
     load_s: float
     save_s: float
     num_stored: int = 0
+    is_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,22 +68,33 @@ class Reception:
     def update(self, tenants: Sequence[TenantConfig], doors: Sequence[Door]) -> None:
         """Take new tenants. Clients whose credential is none any more are told so and closed."""
         self._credentials, self._num_tenants = Credentials(tenants), len(tenants)
-        for door in doors:
-            for session in tuple(door.clients):
-                tenant = self._credentials.holder_of(session.proof)
-                assert session.tenant is not None, "clients are somebody"
-                if tenant is not None and tenant.name == session.tenant.name:
-                    session.tenant = tenant
-                else:
-                    session.patience.deaf_until = math.inf
-                    self._end_requests(session, "revoked")
-                    self._see_off(door, session, self._loop.time() + FAREWELL_S)
+        withdrawn = [
+            (door, session) for door in doors for session in door.clients if not self._keeps(session)
+        ]
+        for _, session in withdrawn:
+            session.patience.deaf_until = math.inf
+            self._end_requests(session, "revoked")
+        self._loop.call_later(_POLL_S, self._see_off, withdrawn, self._loop.time() + FAREWELL_S)
 
-    def _see_off(self, door: Door, session: Session, deadline: float) -> None:
-        """Close it once its requests have ended, or at the deadline."""
-        if session.requests and self._loop.time() < deadline:
-            self._loop.call_later(_POLL_S, self._see_off, door, session, deadline)
+    def _keeps(self, session: Session) -> bool:
+        """Whether it is still of the tenant that it was of; it takes what the tenant may have now."""
+        assert session.tenant is not None, "clients are somebody"
+        tenant = self._credentials.holder_of(session.proof)
+        if tenant is None or tenant.name != session.tenant.name:
+            return False
+        session.tenant = tenant
+        return True
+
+    def _see_off(self, clients: Sequence[tuple[Door, Session]], deadline: float) -> None:
+        """Close these once their requests have ended, or at the deadline.
+
+        Who has several connections gives them all up when one is closed, so all go together, after the
+        requests' last words.
+        """
+        if any(session.requests for _, session in clients) and self._loop.time() < deadline:
+            self._loop.call_later(_POLL_S, self._see_off, clients, deadline)
             return
         error = RevokedError()
-        door.send(session, wire.Error(code=error.code, message=str(error)))
-        self._loop.call_later(LAST_WORDS_S, door.lose, session)
+        for door, session in clients:
+            door.send(session, wire.Error(code=error.code, message=str(error)))
+            self._loop.call_later(LAST_WORDS_S, door.lose, session)

@@ -100,6 +100,7 @@ def _disk_status(disk: DiskConfig | None, stats: DiskStats | None) -> DiskStatus
         pages=stats.num_stored,
         used_bytes=stats.used_bytes,
         max_bytes=stats.capacity_bytes,
+        is_off=stats.is_off,
     )
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -69,6 +70,7 @@ class Server:
         self._engine = engine or Engine(config, recorder=self._recorder)
         self._tokenizer = tokenizer
         self._on_progress = on_progress
+        self._takes_requests = False
         self._drain_requests = 0
         self._watchdog = self._watch(NoJournal())
         self._reloader: Reloader | None = None
@@ -146,6 +148,7 @@ class Server:
                 tokenizer = await asyncio.to_thread(load_model_tokenizer, self._config)
             frontend.desk.served = Served(info, tokenizer)
             frontend.desk.restore()
+            self._takes_requests = True
             self._tell_ready(info, metrics)
             await self._until(lambda: self._is_over, serving)
         if not self._is_over:
@@ -237,7 +240,10 @@ class Server:
         return self._drain_requests > 1
 
     def _health(self, now: float, stall_s: float) -> Health:
-        return judge(self._engine.snapshot, now, stall_s, unseen_s=self._engine.unseen_s(now))
+        snapshot = self._engine.snapshot
+        if snapshot.state == "running" and not self._takes_requests:
+            snapshot = replace(snapshot, state="starting")  # the tokenizer comes after the engine
+        return judge(snapshot, now, stall_s, unseen_s=self._engine.unseen_s(now))
 
     @contextmanager
     def _metrics(self) -> Iterator[str]:

@@ -28,12 +28,16 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefixes on disk: `pages` files in `folder`, `used_bytes` of at most `max_bytes`."""
+    """Prefixes on disk: `pages` files in `folder`, `used_bytes` of at most `max_bytes`.
+
+    `is_off`: the disk failed; until a restart nothing more is stored or found.
+    """
 
     folder: str
     pages: int
     used_bytes: int
     max_bytes: int
+    is_off: bool = False
 
 
 class JournalStatus(msgspec.Struct, frozen=True, kw_only=True):

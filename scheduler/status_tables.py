@@ -56,6 +56,8 @@ def _generated(status: StatusReply) -> int:
 
 
 def show_disk(disk: DiskStatus) -> str:
+    if disk.is_off:
+        return f"{disk.folder}: failed, and is off until a restart"
     return f"{disk.folder}: {disk.pages} pages, {show_bytes(disk.used_bytes)} of {show_bytes(disk.max_bytes)}"
 
 

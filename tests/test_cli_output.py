@@ -88,10 +88,14 @@ def test_operators_see_how_tenants_are_served_beside_each_other() -> None:
 
 def test_the_disk_shows_where_there_is_one() -> None:
     disk = DiskStatus(folder="/var/cache/mlxd", pages=3, used_bytes=1536, max_bytes=2**30)
-    line = "disk         /var/cache/mlxd: 3 pages, 1.5 KiB of 1 GiB"
-    for status in (fake_status(), replace(fake_status(), disk=disk)):
-        lines = [text.rstrip() for text in shown(status_tables(status)).splitlines()]
-        assert (line in lines) is (status.disk is not None)
+    lines = {
+        None: [],
+        disk: ["disk         /var/cache/mlxd: 3 pages, 1.5 KiB of 1 GiB"],
+        replace(disk, is_off=True): ["disk         /var/cache/mlxd: failed, and is off until a restart"],
+    }
+    for each, expected in lines.items():
+        told = shown(status_tables(replace(fake_status(), disk=each))).splitlines()
+        assert [text.rstrip() for text in told if text.startswith("disk")] == expected
 
 
 def test_the_journal_shows_as_far_as_it_is_told() -> None:

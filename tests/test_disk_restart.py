@@ -150,11 +150,11 @@ def test_without_a_disk_there_is_nothing_to_tell(tmp_path: Path) -> None:
         assert served.tape.last.disk is None
 
 
-@pytest.mark.parametrize("operator", [True, False])
-def test_the_status_tells_operators_alone_of_the_disk(operator: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("operator", "is_off"), [(True, False), (True, True), (False, False)])
+def test_the_status_tells_operators_alone_of_the_disk(operator: bool, is_off: bool, tmp_path: Path) -> None:
     asker = make_tenant("acme", operator=operator)
     config = disk_config(tmp_path / "disk", make_config(asker))
-    stats = DiskStats(1536, 64 * 2**20, {}, {}, 0.0, 0.0, num_stored=3)
+    stats = DiskStats(1536, 64 * 2**20, {}, {}, 0.0, 0.0, num_stored=3, is_off=is_off)
     status = status_reply(
         "r",
         asker,
@@ -168,7 +168,8 @@ def test_the_status_tells_operators_alone_of_the_disk(operator: bool, tmp_path: 
         generated_tokens={},
         journal=JournalUsage({}, 0),
     )
-    told = DiskStatus(folder=str(tmp_path / "disk"), pages=3, used_bytes=1536, max_bytes=64 * 2**20)
+    folder = str(tmp_path / "disk")
+    told = DiskStatus(folder=folder, pages=3, used_bytes=1536, max_bytes=64 * 2**20, is_off=is_off)
     assert status.disk == (told if operator else None)
 
 

@@ -186,6 +186,6 @@ def test_a_disk_that_fills_up_is_one_warning_and_serving_goes_on(
     assert [record.getMessage() for record in caplog.records] == [
         "the disk tier is off: [Errno 28] No space left on device"
     ]
-    assert machine.tier.is_off
+    assert machine.tier.stats.is_off
     assert machine.files == []
     assert serve(world, "warm", range(60)) == 56

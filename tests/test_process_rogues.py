@@ -124,6 +124,7 @@ def test_rogue_clients_cost_the_others_nothing(model: Path, tmp_path: Path) -> N
             for each in (deaf, flooder):
                 each.wait_for("sent")
             wait_until(lambda: num_slow(daemon) == NUM_REQUESTS, 30.0)
+            wait_until(lambda: any(has_vanished(each, "admin") for _, each in watcher.scrapes), 30.0)
         wait_until(lambda: is_at_rest(daemon.scrape()), 15.0)
         last = daemon.scrape()
         daemon.terminate()

@@ -13,7 +13,9 @@ from fault_process import durable_config
 from scheduling import World, make_config, make_tenant, submission
 from wire_daemon import Daemon, Peer, config, runner, token, wait_until
 
+from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.config import Config, TenantConfig
+from mlxd.scheduler.errors import RevokedError
 from mlxd.scheduler.keys import KeyPair
 from mlxd.scheduler.reload import tenant_changes
 from mlxd.scheduler.tokens import token_hash
@@ -140,6 +142,18 @@ def test_an_open_request_of_a_tenant_that_is_gone_is_told_to_its_reader_alone(tm
             with Peer(it.config.server.control) as control:
                 control.ask("hello", v=1, token="new")
                 assert control.ask("status")["tenants"]["acme"]["generated_tokens"] == 0
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_client_hears_of_the_end_of_its_request_before_that_of_its_connections(
+    tmp_path: Path, curve: bool
+) -> None:
+    with reloadable(tmp_path, curve=curve, step_s=0.2) as it, it.daemon.client() as client:
+        chunks = client.stream("hi", SamplingParams(**FOREVER))
+        next(chunks)
+        it.reload(*it.all_but("acme"))
+        with pytest.raises(RevokedError):
+            list(chunks)
 
 
 def test_a_token_is_replaced_without_a_gap(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """How a daemon starts, what stops it, and clients that are there before it."""
 
 import asyncio
+import json
 import os
 import threading
 import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -134,16 +137,30 @@ def test_the_daemon_is_starting_until_its_tokenizer_is_there(
         return TOKENIZER
 
     monkeypatch.setattr("mlxd.scheduler.server.load_model_tokenizer", load)
-    starting = Daemon(config(tmp_path), runner())
+    address = f"127.0.0.1:{free_port()}"
+    starting = Daemon(config(tmp_path, metrics=address), runner())
     starting.server._tokenizer = None
     with starting as served, served.client() as client:
         wait_until(lambda: served.engine.snapshot.state == "running")
         assert (client.ping(), client.status().state) == ("starting", "starting")
+        assert health(address) == (503, "starting", "the model is loading")
         with served.client(wait_s=0.0) as hasty, pytest.raises(RejectedError, match="loading"):
             hasty.generate("hi")
         loading.set()
         served.wait_ready()
         assert client.status().state == "running"
+        assert health(address) == (200, "running", "")
+
+
+def health(address: str) -> tuple[int, str, str]:
+    """Status, state and reason."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/healthz", timeout=5.0) as answer:
+            status, body = answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        status, body = error.code, error.read()
+    said = json.loads(body)
+    return status, said["state"], said["reason"]
 
 
 def serve(settings: Any, **options: Any) -> int:
