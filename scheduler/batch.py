@@ -90,8 +90,7 @@ class Batch:
         ready = [request for request in entered if request.prefill_left == 0]
         self._plan_prefill(step)
         for request in ready:
-            if self._has_room(request, request.num_computed + 1):
-                self._add_decode(step, request)
+            self._plan_decode(step, request, may_preempt=False)
         if step.is_empty:
             self._plan_oldest(step)
 
@@ -142,10 +141,15 @@ class Batch:
         self._left.clear()
         return len(rows)
 
-    def _plan_decode(self, step: Step, request: Request) -> None:
+    def _plan_decode(self, step: Step, request: Request, *, may_preempt: bool = True) -> None:
         end = request.num_computed + 1
-        if self._space.grow(request, end) or self._make_room(step, request, end):
-            self._add_decode(step, request)
+        if not self._space.grow(request, end):
+            self._is_short_of_pages = True
+            if not (may_preempt and self._make_room(step, request, end)):
+                return
+        prompt_tokens = step.add_decode(request)
+        if prompt_tokens:
+            self._charge(step, self._book[request.tenant], prompt_tokens)
 
     def _plan_prefill(self, step: Step) -> None:
         """Chunks by turns. None of them may preempt: the row it would hit can be in the step already."""
@@ -172,11 +176,6 @@ class Batch:
             if request.can_decode:
                 self._plan_decode(step, request)
                 return
-
-    def _add_decode(self, step: Step, request: Request) -> None:
-        prompt_tokens = step.add_decode(request)
-        if prompt_tokens:
-            self._charge(step, self._book[request.tenant], prompt_tokens)
 
     def _add_chunk(self, step: Step, request: Request, end: int) -> None:
         tenant = self._book[request.tenant]

@@ -155,10 +155,11 @@ class KvSpace:
 
         False: the pages there are do not suffice; some groups may have grown. Only where overcommitted.
         """
-        row, start = request.row, request.num_computed
-        assert row is not None
-        if start > request.prefill_end and start % self._page_size and end % self._page_size:
+        start, page_size = request.num_computed, self._page_size
+        if start % page_size and end % page_size and start > request.prefill_end:
             return True  # in the midst of a page a decode step changes nothing: all happens at its borders
+        row = request.row
+        assert row is not None
         assert start >= row.num_reused, f"row {row.row_id} writes position {start} of a shared page"
         if self._recording is not None:
             self._recording.record(request, start)
