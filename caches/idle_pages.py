@@ -1,12 +1,13 @@
 """Who keeps how many idle pages, and who gives up the next one."""
 
 import math
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping
+from heapq import heapify, heappop, heappush, heapreplace
 
 Place = tuple[float, str]
-"""Pages for a weight of 1, and the namespace."""
+"""Pages for a weight of 1, negative, and the namespace: the least one gives up the next page."""
+_SPARE = 16
 
 
 class IdlePages:
@@ -25,45 +26,50 @@ class IdlePages:
         self.total = 0
         self.counts: Counter[str] = Counter()
         self._weights: Mapping[str, float] = {}
-        self._order: list[Place] = []
-        self._places: dict[str, Place] = {}
-        self._changed: dict[str, None] = {}
+        self._places: list[Place] = []
+        self._risen: dict[str, None] = {}
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Weights above 0 from now on. Nobody finds the pages of a namespace without one: they go first."""
         self._weights = weights
-        self._changed.update(dict.fromkeys(self._places))
+        self._rebuild()
 
     def add(self, namespace: str) -> None:
         """A page of it is idle now."""
         self.total += 1
         self.counts[namespace] += 1
-        self._changed[namespace] = None
+        self._risen[namespace] = None
 
     def remove(self, namespace: str) -> None:
         """One of its idle pages is in use, or gone."""
         self.total -= 1
         self.counts[namespace] -= 1
-        self._changed[namespace] = None
 
     @property
     def largest(self) -> str:
-        """The namespace that gives up the next page, there being one; of equals the last by name."""
-        self._settle()
-        return self._order[-1][1]
-
-    def _settle(self) -> None:
-        for namespace in self._changed:
-            place = self._places.pop(namespace, None)
-            if place is not None:
-                del self._order[bisect_left(self._order, place)]
-            if self.counts[namespace]:
-                place = self._places[namespace] = self._place(namespace)
-                insort(self._order, place)
+        """The namespace that gives up the next page, there being one; of equals the first by name."""
+        places = self._places
+        for namespace in self._risen:
+            heappush(places, self._place(namespace))
+        self._risen.clear()
+        if len(places) > 2 * len(self.counts) + _SPARE:
+            self._rebuild()
+        # Whoever keeps any has a place that is its own, or was so when it kept more.
+        while True:
+            namespace = places[0][1]
+            if not self.counts[namespace]:
+                heappop(places)
+            elif places[0] == (place := self._place(namespace)):
+                return namespace
             else:
-                del self.counts[namespace]
-        self._changed.clear()
+                heapreplace(places, place)
+
+    def _rebuild(self) -> None:
+        self._risen.clear()
+        self.counts = +self.counts
+        self._places[:] = map(self._place, self.counts)
+        heapify(self._places)
 
     def _place(self, namespace: str) -> Place:
         weight = self._weights.get(namespace)
-        return (self.counts[namespace] / weight if weight else math.inf, namespace)
+        return (-self.counts[namespace] / weight if weight else -math.inf, namespace)

@@ -24,11 +24,11 @@ NAMES = ("a", "b", "c")
     ("counts", "weights", "given_up"),
     [
         ({"a": 3}, {"a": 1}, "aaa"),
-        ({"a": 2, "b": 5}, {"a": 1, "b": 1}, "bbbbaba"),
-        ({"a": 2, "b": 5}, {"a": 1, "b": 4}, "abbabbb"),
-        ({"a": 4, "b": 4}, {"a": 0.5, "b": 1}, "aababbab"),
+        ({"a": 2, "b": 5}, {"a": 1, "b": 1}, "bbbabab"),
+        ({"a": 2, "b": 5}, {"a": 1, "b": 4}, "ababbbb"),
+        ({"a": 4, "b": 4}, {"a": 0.5, "b": 1}, "aaabbabb"),
         ({"a": 2, "b": 9}, {"b": 9}, "aabbb"),
-        ({"a": 3, "b": 1}, {}, "baaa"),
+        ({"a": 3, "b": 1}, {}, "aaab"),
     ],
     ids=["alone", "equal weights", "weights", "small weight", "without a weight", "none has a weight"],
 )
@@ -96,7 +96,7 @@ class PlainCache:
         shares = {
             name: idle[name] / self.weights[name] if name in self.weights else math.inf for name in idle
         }
-        largest = max(idle, key=lambda name: (shares[name], name))
+        largest = min(idle, key=lambda name: (-shares[name], name))
         mine = [entry for entry in self.entries if entry.namespace == largest]
         in_use = mine[: next(i for i, entry in enumerate(mine) if not entry.is_held)]
         self.entries.remove(mine[len(in_use)])
