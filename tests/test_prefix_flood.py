@@ -73,7 +73,7 @@ def test_who_keeps_less_than_its_part_finds_all_of_it_whatever_others_send(
 
 
 @pytest.mark.parametrize(
-    ("weights", "found"), [((1.0, 1.0), [112, 48]), ((1.0, 3.0), [80, 0]), ((3.0, 1.0), [112, 112])]
+    ("weights", "found"), [((1.0, 1.0), [112, 56]), ((1.0, 3.0), [88, 0]), ((3.0, 1.0), [112, 112])]
 )
 def test_who_keeps_more_than_its_part_is_left_with_that(
     weights: tuple[float, float], found: list[int]
