@@ -228,8 +228,7 @@ class Scheduler:
             self.fairness.preemptions.update(step.preempted)
         self._next_step = Step(step.step_id + 1)
         self._launched.append(step)
-        scrub = self.space.take_scrub()
-        copies, restored = self.space.take_fills()
+        scrub, (copies, restored) = self.space.take_scrub(), self.space.take_fills()
         return step.plan(scrub, self.batch.take_left(), restored, copies)
 
     def wakes_at(self, now: float) -> float | None:
@@ -252,15 +251,7 @@ class Scheduler:
         """
         step = self._launched.popleft()
         assert step.step_id == plan.step_id, f"step {plan.step_id} read before step {step.step_id}"
-        for request, entry, drawn in zip(step.decoding, step.decode, result.rows, strict=True):
-            row = entry.row
-            assert drawn.row_id == row.row_id, f"result of row {drawn.row_id} in place of {row.row_id}"
-            request.num_inflight -= 1
-            if request.state is not RequestState.FINISHED:
-                self._accept(request, drawn, now, events)
-                drew_first = entry.token is not None
-                if drew_first and request.row is row:
-                    self.space.share(request)
+        self._take_tokens(step, result.rows, now, events)
         for request, chunk in zip(step.prefilling, step.chunks, strict=True):
             fault = result.prefill_faults.get(chunk.row.row_id)
             if fault is not None and request.state is not RequestState.FINISHED:
@@ -275,24 +266,34 @@ class Scheduler:
         tally.left = self._open.take_num_left()
         return tally.stats(step, result, now)
 
-    def _accept(self, request: Request, result: RowResult, now: float, events: list[Event]) -> None:
-        if result.fault is not None:
-            self.book.lose_token(request)
-            events.append(self._fail(request, result.fault, now))
-            return
-        key, token, output = request.key, result.token, request.output
-        output.append(token)
-        if request.first_token_at is None:
-            request.first_token_at = now
-        elif request.last_token_at is not None:
-            self._tally.gaps_s.append(now - request.last_token_at)
-        request.last_token_at = now
-        self._tally.generated[key.tenant] += 1
-        events.append(Tokens(key, (token,), () if result.logprobs is None else (result.logprobs,)))
-        if token in request.stop_ids:
-            events.append(self._open.finish(request, "stop", now))
-        elif len(output) >= request.sampling.max_tokens:
-            events.append(self._open.finish(request, "length", now))
+    def _take_tokens(self, step: Step, rows: Sequence[RowResult], now: float, events: list[Event]) -> None:
+        """One function for all rows of a step: a call for each would be a good part of what they take."""
+        gaps_s, generated, finished = self._tally.gaps_s, self._tally.generated, RequestState.FINISHED
+        for request, entry, drawn in zip(step.decoding, step.decode, rows, strict=True):
+            row = entry.row
+            assert drawn.row_id == row.row_id, f"result of row {drawn.row_id} in place of {row.row_id}"
+            request.num_inflight -= 1
+            if request.state is finished:
+                continue
+            if drawn.fault is not None:
+                self.book.lose_token(request)
+                events.append(self._fail(request, drawn.fault, now))
+                continue
+            key, token, output = request.key, drawn.token, request.output
+            output.append(token)
+            if request.first_token_at is None:
+                request.first_token_at = now
+            elif request.last_token_at is not None:
+                gaps_s.append(now - request.last_token_at)
+            request.last_token_at = now
+            generated[key.tenant] += 1
+            events.append(Tokens(key, (token,), () if drawn.logprobs is None else (drawn.logprobs,)))
+            if token in request.stop_ids:
+                events.append(self._open.finish(request, "stop", now))
+            elif len(output) >= request.sampling.max_tokens:
+                events.append(self._open.finish(request, "length", now))
+            elif entry.token is not None and request.row is row:
+                self.space.share(request)
 
     def _fail(self, request: Request, code: str, now: float) -> Event:
         self.space.forget(request)
