@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
+from mlxd.batching.errors import ModelError
 from mlxd.batching.user_cache import user_cache_folder
 
 
@@ -47,13 +48,13 @@ def keep_compiled() -> None:
     """On CUDA, before anything runs: have MLX keep what it compiles for later starts, and all of its plans.
 
     Its own places are a temporary folder, and 64 plans, which one long prompt takes. Changes the environment
-    where that says nothing of it. Raises ModelError: `$MLXD_CACHE` is in the home of nobody.
+    where that says nothing of it. Without a folder for caches that can be written, kernels go to MLX's own.
     """
     if not mx.cuda.is_available():
         return
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
-    folder = user_cache_folder() / "ptx" / version("mlx")
-    with suppress(OSError):
+    with suppress(ModelError, OSError):
+        folder = user_cache_folder() / "ptx" / version("mlx")
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder))

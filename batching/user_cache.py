@@ -14,19 +14,23 @@ from mlxd.batching.waiting import wait_for
 def user_cache_folder() -> Path:
     """`$MLXD_CACHE`, else the platform's place for caches. It need not exist yet.
 
-    Raises ModelError: `$MLXD_CACHE` is in the home of nobody.
+    Raises ModelError: `$MLXD_CACHE` is in the home of nobody, or is not set and this user has no home.
     """
     if folder := os.environ.get("MLXD_CACHE"):
         try:
             return Path(folder).expanduser()
         except RuntimeError as error:
             raise ModelError(f"MLXD_CACHE is {folder!r}; there is no such home folder") from error
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlxd"
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(folder):  # a relative one is to be ignored, says the standard
+    if sys.platform != "darwin" and os.path.isabs(
+        folder
+    ):  # a relative one is to be ignored, says the standard
         return Path(folder) / "mlxd"
-    return Path.home() / ".cache" / "mlxd"
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise ModelError("this user has no home folder; set HOME or MLXD_CACHE") from error
+    return home / "Library" / "Caches" / "mlxd" if sys.platform == "darwin" else home / ".cache" / "mlxd"
 
 
 @contextmanager

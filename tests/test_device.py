@@ -8,6 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlxd.batching import device
+from mlxd.batching.errors import ModelError
+from mlxd.batching.user_cache import user_cache_folder
 
 
 @pytest.mark.parametrize(
@@ -65,3 +67,20 @@ def test_what_cuda_compiles_is_kept(
     device.keep_compiled()
     plans, kernels = os.environ.get(PLANS), os.environ.get(KERNELS)
     assert (plans, kernels and kernels.removeprefix(f"{tmp_path}/")) == expected
+
+
+def test_a_user_without_a_home_has_kernels_kept_in_mlxs_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Path, "home", no_home)
+    for name in ("MLXD_CACHE", "XDG_CACHE_HOME", PLANS, KERNELS):
+        monkeypatch.setenv(name, "")  # so that it is undone
+        monkeypatch.delenv(name)
+    device.keep_compiled()
+    assert os.environ[PLANS] == "4096"
+    assert KERNELS not in os.environ
+    with pytest.raises(ModelError, match="this user has no home folder; set HOME or MLXD_CACHE"):
+        user_cache_folder()
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
