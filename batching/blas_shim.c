@@ -1,8 +1,9 @@
 /* Plain CBLAS names over an OpenBLAS whose functions are handed in, so that any build of it serves MLX.
  *
- * OpenBLAS packs the matrix before it multiplies, which costs more than it saves for a few rows: products of those are
- * computed here where the processor has AVX-512, else, below four rows, as matrix-vector products. Integers are 32 bits;
- * enum values are CBLAS's.
+ * OpenBLAS packs a matrix before it multiplies, which costs more than it saves for a few rows. Where the processor has
+ * AVX-512, products of those are computed here, and those of any number of rows with a transposed matrix, which is how
+ * weights lie: each number of a product is summed in one order, however many rows there are. Elsewhere products of less
+ * than four rows are matrix-vector products. Integers are 32 bits; enum values are CBLAS's.
  */
 #include <stddef.h>
 #if defined(__x86_64__)
@@ -41,93 +42,135 @@ void mlxd_bind(sgemm_fn *s, dgemm_fn *d, cgemm_fn *c, sgemv_fn *v, int threads) 
 
 #if defined(__x86_64__)
 
-enum { LANES = 16, TILE = 4, SOON = 512 };
+/* A tile of the product is ROWS x COLUMNS numbers, or ROWS x VECTORS times LANES, whose sums stay in registers. */
+enum { LANES = 16, ROWS = 4, COLUMNS = 6, VECTORS = 4 };
+enum { DEPTH = 640 };    /* numbers of a row that are multiplied at once: so many of BLOCK_ROWS rows stay in the cache */
+enum { BLOCK_ROWS = 64 };
+enum { SOON = 2048 };     /* numbers from where a matrix is read to where it is fetched from memory, at least */
 
 #define AVX512 __attribute__((target("avx512f")))
 #define TILED static inline __attribute__((always_inline)) AVX512
-#define UNROLLED _Pragma("GCC unroll 4") for
+#define UNROLLED _Pragma("GCC unroll 8") for
 
 typedef struct {
     int k, lda, ldb, ldc;
     float alpha, beta;
 } shape;
 
-/* Of a matrix: what comes soon is fetched, since the processor's own fetching ends with each 4 KiB. */
-TILED __m512 load(const float *from) {
-    _mm_prefetch((const char *)(from + SOON), _MM_HINT_T0);
-    return _mm512_loadu_ps(from);
+TILED int least(int a, int b) { return a < b ? a : b; }
+
+TILED __m256 upper(__m512 x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)); }
+
+/* The sum of each. */
+TILED __m128 sum_four(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), upper(abcd));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-static inline void put(float *c, float x, shape s) { *c = s.alpha * x + (s.beta ? s.beta * *c : 0); }
+TILED void put(float *c, __m512 x, __mmask16 which, shape s) {
+    x = _mm512_mul_ps(x, _mm512_set1_ps(s.alpha));
+    if (s.beta) x = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(which, c), _mm512_set1_ps(s.beta), x);
+    _mm512_mask_storeu_ps(c, which, x);
+}
 
-/* [m, k] times the transpose of [n, k]; m and n at most TILE, k whole LANES. */
-TILED void multiply_transposed(const int m, const int n, const float *a, const float *b, float *c, shape s) {
-    __m512 sums[TILE][TILE];
+/* [m, k] times the transpose of [n, k]; m at most ROWS, n at most COLUMNS, k whole LANES.
+ * soon: what to fetch; one of its rows where tiles before and after this one fetch others, else all. */
+TILED void multiply_transposed(const int m, const int n, const float *a, const float *b, const float *soon, float *c,
+                               shape s) {
+    const int fetched = m < ROWS ? COLUMNS : 1;
+    __m512 sums[ROWS][COLUMNS];
+    const float *columns[COLUMNS];
+    UNROLLED(int j = 0; j < COLUMNS; j++) columns[j] = b + (size_t)least(j, n - 1) * s.ldb;
     UNROLLED(int i = 0; i < m; i++)
-        UNROLLED(int j = 0; j < n; j++) sums[i][j] = _mm512_setzero_ps();
+        UNROLLED(int j = 0; j < COLUMNS; j++) sums[i][j] = _mm512_setzero_ps();
     for (int x = 0; x < s.k; x += LANES) {
-        __m512 right[TILE];
-        UNROLLED(int j = 0; j < n; j++) right[j] = load(b + (size_t)j * s.ldb + x);
+        __m512 right[COLUMNS];
+        UNROLLED(int j = 0; j < fetched; j++)
+            _mm_prefetch((const char *)(soon + (size_t)j * s.ldb + x), _MM_HINT_T0);
+        UNROLLED(int j = 0; j < COLUMNS; j++) right[j] = _mm512_loadu_ps(columns[j] + x);
         UNROLLED(int i = 0; i < m; i++) {
             const __m512 left = _mm512_loadu_ps(a + (size_t)i * s.lda + x);
-            UNROLLED(int j = 0; j < n; j++) sums[i][j] = _mm512_fmadd_ps(left, right[j], sums[i][j]);
+            UNROLLED(int j = 0; j < COLUMNS; j++) sums[i][j] = _mm512_fmadd_ps(left, right[j], sums[i][j]);
         }
     }
-    UNROLLED(int i = 0; i < m; i++)
-        UNROLLED(int j = 0; j < n; j++) put(c + (size_t)i * s.ldc + j, _mm512_reduce_add_ps(sums[i][j]), s);
+    UNROLLED(int i = 0; i < m; i++) {
+        const __m512 *x = sums[i];
+        const __m512 four = _mm512_castps128_ps512(sum_four(x[0], x[1], x[2], x[3]));
+        put(c + (size_t)i * s.ldc, _mm512_insertf32x4(four, sum_four(x[4], x[5], x[4], x[5]), 1), (1 << n) - 1, s);
+    }
 }
 
-/* [m, k] times [k, n * LANES]; m and n at most TILE. */
+/* [m, k] times [k, n * LANES]; m at most ROWS, n at most VECTORS. */
 TILED void multiply_plain(const int m, const int n, const float *a, const float *b, float *c, shape s) {
-    __m512 sums[TILE][TILE];
+    __m512 sums[ROWS][VECTORS];
     UNROLLED(int i = 0; i < m; i++)
         UNROLLED(int j = 0; j < n; j++) sums[i][j] = _mm512_setzero_ps();
     for (int x = 0; x < s.k; x++) {
-        __m512 right[TILE];
-        UNROLLED(int j = 0; j < n; j++) right[j] = load(b + (size_t)x * s.ldb + j * LANES);
+        __m512 right[VECTORS];
+        UNROLLED(int j = 0; j < n; j++) {
+            const float *from = b + (size_t)x * s.ldb + j * LANES;
+            _mm_prefetch((const char *)(from + SOON), _MM_HINT_T0);
+            right[j] = _mm512_loadu_ps(from);
+        }
         UNROLLED(int i = 0; i < m; i++) {
             const __m512 left = _mm512_set1_ps(a[(size_t)i * s.lda + x]);
             UNROLLED(int j = 0; j < n; j++) sums[i][j] = _mm512_fmadd_ps(left, right[j], sums[i][j]);
         }
     }
     UNROLLED(int i = 0; i < m; i++)
-        UNROLLED(int j = 0; j < n; j++) {
-            float numbers[LANES];
-            _mm512_storeu_ps(numbers, sums[i][j]);
-            for (int l = 0; l < LANES; l++) put(c + (size_t)i * s.ldc + j * LANES + l, numbers[l], s);
-        }
+        UNROLLED(int j = 0; j < n; j++) put(c + (size_t)i * s.ldc + j * LANES, sums[i][j], 0xFFFF, s);
 }
 
-#define FOR_ROWS(multiply, n)                              \
-    switch (m - i) {                                       \
-        case 1: multiply(1, n, a_i, b, c_i, s); break;     \
-        case 2: multiply(2, n, a_i, b, c_i, s); break;     \
-        case 3: multiply(3, n, a_i, b, c_i, s); break;     \
-        default: multiply(TILE, n, a_i, b, c_i, s); break; \
+#define FOR_ROWS(tile, n)           \
+    switch (m - i) {                \
+        case 1: tile(1, n); break;  \
+        case 2: tile(2, n); break;  \
+        case 3: tile(3, n); break;  \
+        default: tile(ROWS, n);     \
     }
+#define PLAIN(m, n) multiply_plain(m, n, a + (size_t)i * s.lda, b + j, c + (size_t)i * s.ldc + j, s)
+#define TRANSPOSED(m, n) \
+    multiply_transposed(m, n, a + (size_t)i * s.lda, b + (size_t)j * s.ldb, soon, c + (size_t)i * s.ldc + j, s)
 
-/* A few rows times a matrix. Each number of the product is summed in one order, however many rows there are. */
-AVX512 static void multiply_few(int m, int n, int b_stored_plain, const float *a, const float *b, float *c, shape s) {
-    const int unit = b_stored_plain ? LANES : 1;
-    for (int left = n / unit; left > 0;) {
-        const int done = left >= TILE ? TILE : 1;
-        for (int i = 0; i < m; i += TILE) {
-            const float *a_i = a + (size_t)i * s.lda;
-            float *c_i = c + (size_t)i * s.ldc;
-            if (b_stored_plain && done == TILE) {
-                FOR_ROWS(multiply_plain, TILE)
-            } else if (b_stored_plain) {
-                FOR_ROWS(multiply_plain, 1)
-            } else if (done == TILE) {
-                FOR_ROWS(multiply_transposed, TILE)
+/* n whole LANES. */
+AVX512 static void multiply_rows_plain(int m, int n, const float *a, const float *b, float *c, shape s) {
+    int j = 0;
+    for (; n - j >= VECTORS * LANES; j += VECTORS * LANES)
+        for (int i = 0; i < m; i += ROWS) FOR_ROWS(PLAIN, VECTORS)
+    for (; j < n; j += LANES)
+        for (int i = 0; i < m; i += ROWS) FOR_ROWS(PLAIN, 1)
+}
+
+/* m at most BLOCK_ROWS, k at most DEPTH. */
+AVX512 static void multiply_block(int m, int n, const float *a, const float *b, float *c, shape s) {
+    const int ahead = s.k * COLUMNS < SOON ? SOON / s.k : COLUMNS;
+    for (int j = 0; j < n; j += COLUMNS) {
+        for (int i = 0; i < m; i += ROWS) {
+            const float *soon = b + (size_t)(j + ahead + i / ROWS % COLUMNS) * s.ldb;
+            if (n - j >= COLUMNS) {
+                FOR_ROWS(TRANSPOSED, COLUMNS)
             } else {
-                FOR_ROWS(multiply_transposed, 1)
+                FOR_ROWS(TRANSPOSED, n - j)
             }
         }
-        left -= done;
-        b += b_stored_plain ? (size_t)done * LANES : (size_t)done * s.ldb;
-        c += (size_t)done * unit;
     }
+}
+
+/* k whole LANES. */
+static void multiply_rows_transposed(int m, int n, const float *a, const float *b, float *c, shape whole) {
+    const int parts = (whole.k + DEPTH - 1) / DEPTH;
+    const int depth = ((whole.k + parts - 1) / parts + LANES - 1) / LANES * LANES;
+    for (int i = 0; i < m; i += BLOCK_ROWS)
+        for (int x = 0; x < whole.k; x += depth) {
+            shape s = whole;
+            s.k = x + depth < whole.k ? depth : whole.k - x;
+            s.beta = x ? 1 : whole.beta;
+            multiply_block(m - i < BLOCK_ROWS ? m - i : BLOCK_ROWS, n, a + (size_t)i * s.lda + x, b + x,
+                           c + (size_t)i * s.ldc, s);
+        }
 }
 
 #endif
@@ -136,10 +179,15 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
                  const float *b, int ldb, float beta, float *c, int ldc) {
     const int b_stored_plain = trans_b == NO_TRANS;
 #if defined(__x86_64__)
-    const int is_whole = trans_a == NO_TRANS && (b_stored_plain ? n : k) % LANES == 0;
-    const int is_ours = has_avx512 && is_whole && (!has_threads || (size_t)n * k <= SMALL);
-    if (order == ROW_MAJOR && m <= FEW_ROWS && is_ours) {
-        multiply_few(m, n, b_stored_plain, a, b, c, (shape){k, lda, ldb, ldc, alpha, beta});
+    const shape s = {k, lda, ldb, ldc, alpha, beta};
+    const int is_ours = has_avx512 && order == ROW_MAJOR && trans_a == NO_TRANS &&
+                        (!has_threads || (size_t)n * k <= SMALL);
+    if (is_ours && !b_stored_plain && k % LANES == 0) {
+        multiply_rows_transposed(m, n, a, b, c, s);
+        return;
+    }
+    if (is_ours && b_stored_plain && n % LANES == 0 && m <= FEW_ROWS) {
+        multiply_rows_plain(m, n, a, b, c, s);
         return;
     }
 #endif
