@@ -44,9 +44,8 @@ void mlxd_bind(sgemm_fn *s, dgemm_fn *d, cgemm_fn *c, sgemv_fn *v, int threads) 
 
 /* A tile of the product is ROWS x COLUMNS numbers, or ROWS x VECTORS times LANES, whose sums stay in registers. */
 enum { LANES = 16, ROWS = 4, COLUMNS = 6, VECTORS = 4 };
-enum { DEPTH = 640 };    /* numbers of a row that are multiplied at once: so many of BLOCK_ROWS rows stay in the cache */
-enum { BLOCK_ROWS = 64 };
-enum { SOON = 2048 };     /* numbers from where a matrix is read to where it is fetched from memory, at least */
+enum { BLOCK_ROWS = 64, DEPTH = 640 }; /* multiplied at once, so that they stay in the cache while a matrix goes by */
+enum { SOON = 2048 }; /* numbers from where a matrix is read to where it is fetched from memory, at least */
 
 #define AVX512 __attribute__((target("avx512f")))
 #define TILED static inline __attribute__((always_inline)) AVX512
@@ -56,6 +55,8 @@ typedef struct {
     int k, lda, ldb, ldc;
     float alpha, beta;
 } shape;
+
+TILED void fetch(const float *from) { _mm_prefetch((const char *)from, _MM_HINT_T0); }
 
 TILED int least(int a, int b) { return a < b ? a : b; }
 
@@ -77,10 +78,9 @@ TILED void put(float *c, __m512 x, __mmask16 which, shape s) {
 }
 
 /* [m, k] times the transpose of [n, k]; m at most ROWS, n at most COLUMNS, k whole LANES.
- * soon: what to fetch; one of its rows where tiles before and after this one fetch others, else all. */
-TILED void multiply_transposed(const int m, const int n, const float *a, const float *b, const float *soon, float *c,
-                               shape s) {
-    const int fetched = m < ROWS ? COLUMNS : 1;
+ * soon: what to fetch, so many rows of it; few rows are soon done, so for them all that the next tile needs. */
+TILED void multiply_transposed(const int m, const int n, const float *a, const float *b, const float *soon,
+                               int num_soon, float *c, shape s) {
     __m512 sums[ROWS][COLUMNS];
     const float *columns[COLUMNS];
     UNROLLED(int j = 0; j < COLUMNS; j++) columns[j] = b + (size_t)least(j, n - 1) * s.ldb;
@@ -88,8 +88,11 @@ TILED void multiply_transposed(const int m, const int n, const float *a, const f
         UNROLLED(int j = 0; j < COLUMNS; j++) sums[i][j] = _mm512_setzero_ps();
     for (int x = 0; x < s.k; x += LANES) {
         __m512 right[COLUMNS];
-        UNROLLED(int j = 0; j < fetched; j++)
-            _mm_prefetch((const char *)(soon + (size_t)j * s.ldb + x), _MM_HINT_T0);
+        if (m < ROWS) {
+            UNROLLED(int j = 0; j < COLUMNS; j++) fetch(soon + (size_t)j * s.ldb + x);
+        } else {
+            for (int j = 0; j < num_soon; j++) fetch(soon + (size_t)j * s.ldb + x);
+        }
         UNROLLED(int j = 0; j < COLUMNS; j++) right[j] = _mm512_loadu_ps(columns[j] + x);
         UNROLLED(int i = 0; i < m; i++) {
             const __m512 left = _mm512_loadu_ps(a + (size_t)i * s.lda + x);
@@ -112,7 +115,7 @@ TILED void multiply_plain(const int m, const int n, const float *a, const float 
         __m512 right[VECTORS];
         UNROLLED(int j = 0; j < n; j++) {
             const float *from = b + (size_t)x * s.ldb + j * LANES;
-            _mm_prefetch((const char *)(from + SOON), _MM_HINT_T0);
+            fetch(from + SOON);
             right[j] = _mm512_loadu_ps(from);
         }
         UNROLLED(int i = 0; i < m; i++) {
@@ -132,8 +135,9 @@ TILED void multiply_plain(const int m, const int n, const float *a, const float 
         default: tile(ROWS, n);     \
     }
 #define PLAIN(m, n) multiply_plain(m, n, a + (size_t)i * s.lda, b + j, c + (size_t)i * s.ldc + j, s)
-#define TRANSPOSED(m, n) \
-    multiply_transposed(m, n, a + (size_t)i * s.lda, b + (size_t)j * s.ldb, soon, c + (size_t)i * s.ldc + j, s)
+#define TRANSPOSED(m, n)                                                                       \
+    multiply_transposed(m, n, a + (size_t)i * s.lda, b + (size_t)j * s.ldb, soon, num_soon, \
+                        c + (size_t)i * s.ldc + j, s)
 
 /* n whole LANES. */
 AVX512 static void multiply_rows_plain(int m, int n, const float *a, const float *b, float *c, shape s) {
@@ -144,12 +148,14 @@ AVX512 static void multiply_rows_plain(int m, int n, const float *a, const float
         for (int i = 0; i < m; i += ROWS) FOR_ROWS(PLAIN, 1)
 }
 
-/* m at most BLOCK_ROWS, k at most DEPTH. */
+/* m at most BLOCK_ROWS, k at most DEPTH. What comes soon is fetched by the tiles of some columns together. */
 AVX512 static void multiply_block(int m, int n, const float *a, const float *b, float *c, shape s) {
+    const int num_tiles = (m + ROWS - 1) / ROWS;
+    const int num_soon = num_tiles < COLUMNS ? (COLUMNS + num_tiles - 1) / num_tiles : 1;
     const int ahead = s.k * COLUMNS < SOON ? SOON / s.k : COLUMNS;
     for (int j = 0; j < n; j += COLUMNS) {
         for (int i = 0; i < m; i += ROWS) {
-            const float *soon = b + (size_t)(j + ahead + i / ROWS % COLUMNS) * s.ldb;
+            const float *soon = b + (size_t)(j + ahead + i / ROWS * num_soon % COLUMNS) * s.ldb;
             if (n - j >= COLUMNS) {
                 FOR_ROWS(TRANSPOSED, COLUMNS)
             } else {
@@ -182,7 +188,7 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
     const shape s = {k, lda, ldb, ldc, alpha, beta};
     const int is_ours = has_avx512 && order == ROW_MAJOR && trans_a == NO_TRANS &&
                         (!has_threads || (size_t)n * k <= SMALL);
-    if (is_ours && !b_stored_plain && k % LANES == 0) {
+    if (is_ours && !b_stored_plain && k > 0 && k % LANES == 0) {
         multiply_rows_transposed(m, n, a, b, c, s);
         return;
     }

@@ -39,6 +39,7 @@ assert np.allclose(mx.array(z) @ mx.array(z.T), z @ z.T, atol=1e-4)
 d = rng.standard_normal((3, 4))
 with mx.stream(mx.cpu):
     assert np.allclose(mx.array(d, mx.float64) @ mx.array(d.T, mx.float64), d @ d.T)
+assert mx.array_equal(mx.zeros((3, 0)) @ mx.zeros((5, 0)).T, mx.zeros((3, 5)))
 wide = mx.array(rng.standard_normal((4, 32), dtype=np.float32))
 part = wide[:2, 8:24]
 assert np.allclose(part @ part.T, np.array(part) @ np.array(part).T, atol=1e-4)
