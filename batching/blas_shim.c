@@ -44,7 +44,7 @@ void mlxd_bind(sgemm_fn *s, dgemm_fn *d, cgemm_fn *c, sgemv_fn *v, int threads) 
 
 /* A tile of the product is ROWS x COLUMNS numbers, or ROWS x VECTORS times LANES, whose sums stay in registers. */
 enum { LANES = 16, ROWS = 4, COLUMNS = 6, VECTORS = 4 };
-enum { BLOCK_ROWS = 64, DEPTH = 640 }; /* multiplied at once, so that they stay in the cache while a matrix goes by */
+enum { BLOCK_ROWS = 64, BLOCK_COLUMNS = 192, DEPTH = 640 }; /* multiplied at once, from the processor's cache */
 enum { SOON = 2048 }; /* numbers from where a matrix is read to where it is fetched from memory, at least */
 
 #define AVX512 __attribute__((target("avx512f")))
@@ -78,7 +78,7 @@ TILED void put(float *c, __m512 x, __mmask16 which, shape s) {
 }
 
 /* [m, k] times the transpose of [n, k]; m at most ROWS, n at most COLUMNS, k whole LANES.
- * soon: what to fetch, so many rows of it; few rows are soon done, so for them all that the next tile needs. */
+ * soon: where to fetch what comes after, num_soon columns of it; all that a tile reads where m is below ROWS. */
 TILED void multiply_transposed(const int m, const int n, const float *a, const float *b, const float *soon,
                                int num_soon, float *c, shape s) {
     __m512 sums[ROWS][COLUMNS];
@@ -127,17 +127,17 @@ TILED void multiply_plain(const int m, const int n, const float *a, const float 
         UNROLLED(int j = 0; j < n; j++) put(c + (size_t)i * s.ldc + j * LANES, sums[i][j], 0xFFFF, s);
 }
 
-#define FOR_ROWS(tile, n)           \
-    switch (m - i) {                \
-        case 1: tile(1, n); break;  \
-        case 2: tile(2, n); break;  \
-        case 3: tile(3, n); break;  \
-        default: tile(ROWS, n);     \
+#define FOR_ROWS(tile, n)          \
+    switch (m - i) {               \
+        case 1: tile(1, n); break; \
+        case 2: tile(2, n); break; \
+        case 3: tile(3, n); break; \
+        default: tile(ROWS, n);    \
     }
 #define PLAIN(m, n) multiply_plain(m, n, a + (size_t)i * s.lda, b + j, c + (size_t)i * s.ldc + j, s)
-#define TRANSPOSED(m, n)                                                                       \
-    multiply_transposed(m, n, a + (size_t)i * s.lda, b + (size_t)j * s.ldb, soon, num_soon, \
-                        c + (size_t)i * s.ldc + j, s)
+#define TRANSPOSED(m, n)                                                                                           \
+    multiply_transposed(m, n, a + (size_t)i * s.lda, b + (size_t)j * s.ldb, soon, num_soon, c + (size_t)i * s.ldc + j, \
+                        s)
 
 /* n whole LANES. */
 AVX512 static void multiply_rows_plain(int m, int n, const float *a, const float *b, float *c, shape s) {
@@ -148,7 +148,7 @@ AVX512 static void multiply_rows_plain(int m, int n, const float *a, const float
         for (int i = 0; i < m; i += ROWS) FOR_ROWS(PLAIN, 1)
 }
 
-/* m at most BLOCK_ROWS, k at most DEPTH. What comes soon is fetched by the tiles of some columns together. */
+/* One block at most. The tiles of the same columns share the fetching of later ones. */
 AVX512 static void multiply_block(int m, int n, const float *a, const float *b, float *c, shape s) {
     const int num_tiles = (m + ROWS - 1) / ROWS;
     const int num_soon = num_tiles < COLUMNS ? (COLUMNS + num_tiles - 1) / num_tiles : 1;
@@ -165,17 +165,18 @@ AVX512 static void multiply_block(int m, int n, const float *a, const float *b, 
     }
 }
 
-/* k whole LANES. */
-static void multiply_rows_transposed(int m, int n, const float *a, const float *b, float *c, shape whole) {
+/* k whole LANES. Block by block; where a number's sum is divided depends on k alone. */
+AVX512 static void multiply_rows_transposed(int m, int n, const float *a, const float *b, float *c, shape whole) {
     const int parts = (whole.k + DEPTH - 1) / DEPTH;
     const int depth = ((whole.k + parts - 1) / parts + LANES - 1) / LANES * LANES;
-    for (int i = 0; i < m; i += BLOCK_ROWS)
+    for (int j = 0; j < n; j += BLOCK_COLUMNS)
         for (int x = 0; x < whole.k; x += depth) {
             shape s = whole;
-            s.k = x + depth < whole.k ? depth : whole.k - x;
+            s.k = least(depth, whole.k - x);
             s.beta = x ? 1 : whole.beta;
-            multiply_block(m - i < BLOCK_ROWS ? m - i : BLOCK_ROWS, n, a + (size_t)i * s.lda + x, b + x,
-                           c + (size_t)i * s.ldc, s);
+            for (int i = 0; i < m; i += BLOCK_ROWS)
+                multiply_block(least(BLOCK_ROWS, m - i), least(BLOCK_COLUMNS, n - j), a + (size_t)i * s.lda + x,
+                               b + (size_t)j * s.ldb + x, c + (size_t)i * s.ldc + j, s);
         }
 }
 
