@@ -60,21 +60,35 @@ TILED void fetch(const float *from) { _mm_prefetch((const char *)from, _MM_HINT_
 
 TILED int least(int a, int b) { return a < b ? a : b; }
 
-TILED __m256 upper(__m512 x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)); }
-
-/* The sum of each. */
-TILED __m128 sum_four(__m512 a, __m512 b, __m512 c, __m512 d) {
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), upper(abcd));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+TILED __m512 add_numbers(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
 }
 
-TILED void put(float *c, __m512 x, __mmask16 which, shape s) {
+TILED __m512 add_pairs(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+}
+
+/* The sum of each of COLUMNS vectors, in the first numbers of one. */
+TILED __m512 sum_each(const __m512 *x) {
+    const __m512 ef = add_numbers(x[4], x[5]);
+    const __m512 abcd = add_pairs(add_numbers(x[0], x[1]), add_numbers(x[2], x[3])), efef = add_pairs(ef, ef);
+    const __m512 halves = _mm512_add_ps(_mm512_shuffle_f32x4(abcd, efef, 0x44), _mm512_shuffle_f32x4(abcd, efef, 0xEE));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(halves, halves, 0x08), _mm512_shuffle_f32x4(halves, halves, 0x0D));
+}
+
+/* The first n numbers of x. Whole tiles do without a mask, which is slow where a store reaches into another line. */
+TILED void put(float *c, const int n, __m512 x, shape s) {
+    const __mmask16 first = (1 << n) - 1;
     x = _mm512_mul_ps(x, _mm512_set1_ps(s.alpha));
-    if (s.beta) x = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(which, c), _mm512_set1_ps(s.beta), x);
-    _mm512_mask_storeu_ps(c, which, x);
+    if (s.beta) x = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(first, c), _mm512_set1_ps(s.beta), x);
+    if (n == LANES) {
+        _mm512_storeu_ps(c, x);
+    } else if (n == COLUMNS) {
+        _mm_storeu_ps(c, _mm512_castps512_ps128(x));
+        _mm_storel_pi((__m64 *)(c + 4), _mm512_extractf32x4_ps(x, 1));
+    } else {
+        _mm512_mask_storeu_ps(c, first, x);
+    }
 }
 
 /* [m, k] times the transpose of [n, k]; m at most ROWS, n at most COLUMNS, k whole LANES.
@@ -99,11 +113,7 @@ TILED void multiply_transposed(const int m, const int n, const float *a, const f
             UNROLLED(int j = 0; j < COLUMNS; j++) sums[i][j] = _mm512_fmadd_ps(left, right[j], sums[i][j]);
         }
     }
-    UNROLLED(int i = 0; i < m; i++) {
-        const __m512 *x = sums[i];
-        const __m512 four = _mm512_castps128_ps512(sum_four(x[0], x[1], x[2], x[3]));
-        put(c + (size_t)i * s.ldc, _mm512_insertf32x4(four, sum_four(x[4], x[5], x[4], x[5]), 1), (1 << n) - 1, s);
-    }
+    UNROLLED(int i = 0; i < m; i++) put(c + (size_t)i * s.ldc, n, sum_each(sums[i]), s);
 }
 
 /* [m, k] times [k, n * LANES]; m at most ROWS, n at most VECTORS. */
@@ -124,7 +134,7 @@ TILED void multiply_plain(const int m, const int n, const float *a, const float 
         }
     }
     UNROLLED(int i = 0; i < m; i++)
-        UNROLLED(int j = 0; j < n; j++) put(c + (size_t)i * s.ldc + j * LANES, sums[i][j], 0xFFFF, s);
+        UNROLLED(int j = 0; j < n; j++) put(c + (size_t)i * s.ldc + j * LANES, LANES, sums[i][j], s);
 }
 
 #define FOR_ROWS(tile, n)          \
