@@ -9,9 +9,9 @@ from typing import TypeVar, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.activation import fast_activations
 from mlxd.batching.allocation import is_allocation_failure
 from mlxd.batching.attention import DecodeVariant
+from mlxd.batching.own_forward import own_forward
 from mlxd.batching.rotation import note_rotations
 from mlxd.batching.sampler import SamplingShape, sample
 from mlxd.caches.composite import Path, assemble
@@ -233,7 +233,7 @@ class DecodeStep:
             for slot in slots:
                 stand_ins.append(slot.trace(arrays[at : at + slot.num_inputs], step))
                 at += slot.num_inputs
-            with rotations.during(positions), fast_activations():
+            with rotations.during(positions), own_forward():
                 logits = model(tokens[:, None], cache=assemble(paths, stand_ins))[:, -1]
             drawn = sample(shape, logits, tokens, sampling)
             return [*drawn, *(array for stand_in in stand_ins for array in stand_in.outputs)]

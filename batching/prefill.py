@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.activation import fast_activations
+from mlxd.batching.own_forward import own_forward
 from mlxd.batching.plan import PrefillChunk
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import RowCache
@@ -101,7 +101,7 @@ def prefill(
         for cache, group in zip(caches, layer_groups, strict=True)
         if (name := serving[group]) is not None
     ]
-    with fast_activations():
+    with own_forward():
         model(tokens, cache=assemble(paths, stand_ins))
     for stand_in in stand_ins:
         stand_in.finish()

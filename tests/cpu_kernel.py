@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxd.batching.attention_kernel import Launch
+from mlxd.batching.cuda_kernel import Launch
 
 Array = npt.NDArray[Any]
 _NOTHING = -1e30

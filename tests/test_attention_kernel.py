@@ -19,7 +19,8 @@ from tiny_models import Rig, make_rig, oracle, prompt_of
 
 from mlxd.batching import attention_kernel
 from mlxd.batching.attention import Kernel
-from mlxd.batching.attention_kernel import KernelCase, Launch, is_supported
+from mlxd.batching.attention_kernel import KernelCase, is_supported
+from mlxd.batching.cuda_kernel import Launch
 from mlxd.batching.errors import SettingError
 from mlxd.batching.kernel_check import fault_in, is_written, random_step, relative_errors
 from mlxd.batching.preview import preview_plan
