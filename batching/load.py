@@ -19,6 +19,7 @@ from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
+from mlxd.batching.residual import fuse_norms
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.trials import Attention, right_variants, variants_to_try
 from mlxd.batching.tuning import TimeBox
@@ -88,6 +89,7 @@ def load_runner(
         loaded = load_model(folder, progress, max_model_len, name=model_path)
         layers = layers_of(loaded.model, quantization)
     joined = join_projections(loaded.model, loaded.dtype)
+    fused = fuse_norms(loaded.model, loaded.dtype)
     size = AUTO_PAGE_SIZE if page_size == "auto" else page_size
     progress("tune", 0.0)
     box = TimeBox(warmup_s)
@@ -107,7 +109,7 @@ def load_runner(
         chunk=chunk,
         checkpoints=checkpoints,
     )
-    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined)
+    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined, fused=fused)
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
     names = variants_to_try(attention, layers, size, quantization)
@@ -128,7 +130,7 @@ def _chunk_timer(
     return partial(tuning.packed_chunk_s, loaded.model, packed, page_size)
 
 
-def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, *, blas: str, joined: str) -> RunnerInfo:
+def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, **notes: str) -> RunnerInfo:
     return RunnerInfo(
         model=name,
         vocab_size=loaded.vocab_size,
@@ -139,9 +141,8 @@ def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, *, blas: str, join
         compiled=False,
         notes={
             "device": device_name(),
-            "blas": blas,
             "dtype": str(loaded.dtype).removeprefix("mlx.core."),
-            "joined": joined,
+            **notes,
         },
         fingerprint=fingerprint(loaded.path),
     )

@@ -1,4 +1,4 @@
-"""The kernel that adds and norms against built-in operations in float32, in the shapes that a model asks for."""
+"""The kernel that adds and norms against built-in operations, in the shapes in which a model asked for it."""
 
 from collections.abc import Iterable
 
@@ -35,9 +35,7 @@ def _fault(case: NormCase, rows: int) -> str | None:
         mx.eval(found)
     except (RuntimeError, ValueError) as error:
         return f"{summary_of(error)} in {case}"
-    for name, array, right in zip(
-        ("sum", "norm"), found, expected(case, first, second, weight), strict=True
-    ):
+    for name, array, right in zip(("sum", "norm"), found, expected(case, first, second, weight), strict=True):
         worst = max(relative_errors(array, right))
         if not worst <= LIMITS[case.dtype]:
             return f"the {name} of {rows} rows is off by {worst:.2g} of it in {case}"

@@ -10,28 +10,42 @@ struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) Numbers {
   T at[COUNT];
 };
 
-template <int COUNT, typename T>
-__device__ inline Numbers<T, COUNT> load(const T* from, int64_t stride) {
-  using Together = Numbers<T, COUNT>;
-  if (stride == 1 && reinterpret_cast<size_t>(from) % alignof(Together) == 0) {
-    return *reinterpret_cast<const Together*>(from);
-  }
-  Together numbers;
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) numbers.at[i] = from[i * stride];
-  return numbers;
-}
-
 // Where a row begins in an array of any strides; rows are counted through all axes but the last.
 template <typename Shape, typename Strides>
 __device__ inline int64_t row_begin(int row, const Shape& shape, const Strides& strides, int ndim) {
   int64_t begin = 0;
-  for (int axis = ndim - 2; axis >= 0; axis--) {
+#pragma unroll 1
+  for (int axis = ndim - 2; axis > 0; axis--) {
+    if (shape[axis] == 1) continue;  // as in a decode step, which so divides nothing
     begin += row % shape[axis] * strides[axis];
     row /= shape[axis];
   }
-  return begin;
+  return begin + row * strides[0];
 }
+
+// A row of numbers at any stride.
+template <typename T>
+struct Row {
+  const T* numbers;
+  int64_t stride;
+
+  template <int COUNT>
+  __device__ bool lies_together() const {
+    return stride == 1 && reinterpret_cast<size_t>(numbers) % alignof(Numbers<T, COUNT>) == 0;
+  }
+
+  template <int COUNT, bool TOGETHER>
+  __device__ Numbers<T, COUNT> load(int dim) const {
+    Numbers<T, COUNT> found;
+    if constexpr (TOGETHER) {
+      found = *reinterpret_cast<const Numbers<T, COUNT>*>(numbers + dim);
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) found.at[i] = numbers[(dim + i) * stride];
+    }
+    return found;
+  }
+};
 
 __device__ inline float warp_sum(float x) {
 #pragma unroll
@@ -52,51 +66,81 @@ __device__ inline float block_sum(float x) {
   return warp_sum(lane < kWarps ? of_warps[lane] : 0.0f);
 }
 
+// One thread's numbers of a row of DIM: COUNT in each round of the block.
+template <typename T, typename W, int DIM, int THREADS, int COUNT>
+struct Share {
+  static constexpr int kRounds = (DIM + THREADS * COUNT - 1) / (THREADS * COUNT);
+
+  Numbers<T, COUNT> sums[kRounds];
+  Numbers<W, COUNT> weights[kRounds];
+
+  static __device__ int dim(int round) { return (round * THREADS + static_cast<int>(threadIdx.x)) * COUNT; }
+
+  // Loads of all three are on their way at once: a row takes as long as what it waits for.
+  template <bool TOGETHER>
+  __device__ void load(Row<T> first, Row<T> second, Row<W> weight) {
+#pragma unroll
+    for (int round = 0; round < kRounds; round++) {
+      if (dim(round) >= DIM) continue;
+      const auto a = first.template load<COUNT, TOGETHER>(dim(round));
+      const auto b = second.template load<COUNT, TOGETHER>(dim(round));
+      weights[round] = weight.template load<COUNT, TOGETHER>(dim(round));
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        sums[round].at[i] = static_cast<T>(static_cast<float>(a.at[i]) + static_cast<float>(b.at[i]));
+      }
+    }
+  }
+
+  __device__ float squares() const {
+    float total = 0;
+#pragma unroll
+    for (int round = 0; round < kRounds; round++) {
+      if (dim(round) >= DIM) continue;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        const float number = static_cast<float>(sums[round].at[i]);
+        total += number * number;
+      }
+    }
+    return total;
+  }
+
+  // As MLX does it, numbers are rounded before they are multiplied by the weight.
+  __device__ void write(float factor, T* total, W* normed) const {
+#pragma unroll
+    for (int round = 0; round < kRounds; round++) {
+      if (dim(round) >= DIM) continue;
+      Numbers<W, COUNT> result;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        const W number = static_cast<W>(static_cast<float>(sums[round].at[i]) * factor);
+        result.at[i] = static_cast<W>(static_cast<float>(number) * static_cast<float>(weights[round].at[i]));
+      }
+      *reinterpret_cast<Numbers<T, COUNT>*>(total + dim(round)) = sums[round];
+      *reinterpret_cast<Numbers<W, COUNT>*>(normed + dim(round)) = result;
+    }
+  }
+};
+
 // grid: (rows), THREADS threads a block.
 //
-// first, second: rows of DIM numbers.  total: [rows, DIM], their sum as T has it.
-// weight: DIM numbers.  normed: [rows, DIM], of the sum as T has it, rounded before it is multiplied by the weight.
-template <typename T, typename W, int DIM, int THREADS>
-__device__ void add_and_norm(const T* first, int64_t first_stride, const T* second, int64_t second_stride,
-                             const W* weight, int64_t weight_stride, float eps, T* total, W* normed) {
+// first, second: of DIM numbers.  total: [rows, DIM], their sum as T has it.
+// weight: of DIM numbers.  normed: [rows, DIM], of the sum as T has it.
+template <int DIM, int THREADS, typename T, typename W>
+__device__ void add_and_norm(Row<T> first, Row<T> second, Row<W> weight, float eps, T* total, W* normed) {
   constexpr int kTogether = 16 / sizeof(T);
   constexpr int kCount = DIM % kTogether == 0 ? kTogether : 1;
-  constexpr int kRounds = (DIM + THREADS * kCount - 1) / (THREADS * kCount);
-  const int begin = threadIdx.x * kCount;
   const size_t row = static_cast<size_t>(blockIdx.x) * DIM;
-
-  Numbers<T, kCount> sums[kRounds];
-  Numbers<W, kCount> weights[kRounds];  // read beside the rest: a row takes as long as its loads take in turn
-  float squares = 0;
-#pragma unroll
-  for (int round = 0; round < kRounds; round++) {
-    const int dim = begin + round * THREADS * kCount;
-    if (dim >= DIM) continue;
-    const auto a = load<kCount>(first + dim * first_stride, first_stride);
-    const auto b = load<kCount>(second + dim * second_stride, second_stride);
-    weights[round] = load<kCount>(weight + dim * weight_stride, weight_stride);
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-      const T sum = static_cast<T>(static_cast<float>(a.at[i]) + static_cast<float>(b.at[i]));
-      const float number = static_cast<float>(sum);
-      sums[round].at[i] = sum;
-      squares += number * number;
-    }
-    *reinterpret_cast<Numbers<T, kCount>*>(total + row + dim) = sums[round];
+  Share<T, W, DIM, THREADS, kCount> mine;
+  if (first.template lies_together<kCount>() && second.template lies_together<kCount>() &&
+      weight.template lies_together<kCount>()) {
+    mine.template load<true>(first, second, weight);
+  } else {
+    mine.template load<false>(first, second, weight);
   }
-  const float factor = rsqrtf(block_sum<THREADS>(squares) / DIM + eps);
-#pragma unroll
-  for (int round = 0; round < kRounds; round++) {
-    const int dim = begin + round * THREADS * kCount;
-    if (dim >= DIM) continue;
-    Numbers<W, kCount> result;
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-      const W number = static_cast<W>(static_cast<float>(sums[round].at[i]) * factor);
-      result.at[i] = static_cast<W>(static_cast<float>(number) * static_cast<float>(weights[round].at[i]));
-    }
-    *reinterpret_cast<Numbers<W, kCount>*>(normed + row + dim) = result;
-  }
+  const float factor = rsqrtf(block_sum<THREADS>(mine.squares()) / DIM + eps);
+  mine.write(factor, total + row, normed + row);
 }
 
 }  // namespace mlxd

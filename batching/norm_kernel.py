@@ -10,11 +10,12 @@ import mlx.core as mx
 from mlxd.batching.cuda_kernel import Launch, bits_of, make_kernel
 
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
-_WIDEST = 16384
+_WIDEST, _WIDEST_UNEVEN = 16384, 8192
+"""Numbers of a row that goes in whole loads of 16 bytes, and of one that goes number by number."""
 _LANES = 32
 _MOST_THREADS = 512
 """Of a block: what each keeps of the widest row then fits into its registers."""
-_TOGETHER_BYTES = 16
+_LOAD_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +36,18 @@ class NormCase:
 
     @property
     def is_supported(self) -> bool:
-        return (
-            0 < self.dims <= _WIDEST
-            and self.dtype in _DTYPES
-            and self.weight_dtype in (self.dtype, mx.float32)
-        )
+        has_dtypes = self.dtype in _DTYPES and self.weight_dtype in (self.dtype, mx.float32)
+        return has_dtypes and 0 < self.dims <= (_WIDEST if self._is_even else _WIDEST_UNEVEN)
 
     @property
     def threads(self) -> int:
         """Of a block: as many as have something to do, in whole warps."""
-        together = _TOGETHER_BYTES // self.dtype.size
-        loads = self.dims // together if self.dims % together == 0 else self.dims
+        loads = self.dims * self.dtype.size // _LOAD_BYTES if self._is_even else self.dims
         return min(_MOST_THREADS, -(-loads // _LANES) * _LANES)
+
+    @property
+    def _is_even(self) -> bool:
+        return self.dims * self.dtype.size % _LOAD_BYTES == 0
 
     @property
     def constants(self) -> list[tuple[str, Any]]:
@@ -87,12 +88,12 @@ def add_and_norm(
 
 
 _BODY = """
-  mlxd::add_and_norm<T, W, DIM, THREADS>(
-      first + mlxd::row_begin(blockIdx.x, first_shape, first_strides, first_ndim),
-      first_strides[first_ndim - 1],
-      second + mlxd::row_begin(blockIdx.x, second_shape, second_strides, second_ndim),
-      second_strides[second_ndim - 1],
-      weight, weight_strides[0], __int_as_float(EPS), total, normed);
+  mlxd::add_and_norm<DIM, THREADS>(
+      mlxd::Row<T>{first + mlxd::row_begin(blockIdx.x, first_shape, first_strides, first_ndim),
+                   first_strides[first_ndim - 1]},
+      mlxd::Row<T>{second + mlxd::row_begin(blockIdx.x, second_shape, second_strides, second_ndim),
+                   second_strides[second_ndim - 1]},
+      mlxd::Row<W>{weight, weight_strides[0]}, __int_as_float(EPS), total, normed);
 """
 
 

@@ -1,6 +1,6 @@
 """The residual stream of a model: what is added to it is added where it is normed, in one launch.
 
-A layer of mlx-lm's computes `h = x + r` and then `norm(h)`. Here an embedding begins a stream of arrays that know
+mlx-lm's layers compute `h = x + r`, and then `norm(h)`. Here an embedding begins a stream of arrays that know
 which two they are the sum of, and a norm that is given such a sum computes both. MLX computes nothing that
 nobody reads, so whatever else a model does with a sum is right as well: it reads the plain one.
 """
@@ -43,10 +43,10 @@ class Residual(mx.array):
 
 def _sum(first: Any, second: Any) -> Residual:
     total = Residual(mx.add(first, second))
-    if isinstance(first, mx.array) and isinstance(second, mx.array):
-        if first.shape == second.shape and first.dtype == second.dtype:
-            # Arrays of its own: the model may change in place what it added.
-            total.terms = mx.array(first), mx.array(second)
+    are_arrays = isinstance(first, mx.array) and isinstance(second, mx.array)
+    if are_arrays and first.shape == second.shape and first.dtype == second.dtype:
+        # Arrays of its own: the model may change in place what it added.
+        total.terms = mx.array(first), mx.array(second)
     return total
 
 
@@ -84,18 +84,18 @@ class _Norm(nn.RMSNorm):
                 total, normed = add_and_norm(case, *x.terms, self.weight)
                 x[...] = total  # what is added next, and all who hold this sum, go on from the kernel's
                 return normed
-        plain: mx.array = super().__call__(x)
+        plain: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
         return plain
 
 
 class _Embedding(nn.Embedding):
     def __call__(self, x: mx.array) -> mx.array:
-        return _begin(super().__call__(x))
+        return _begin(super().__call__(x))  # type: ignore[no-untyped-call]
 
 
 class _QuantizedEmbedding(nn.QuantizedEmbedding):
     def __call__(self, x: mx.array) -> mx.array:
-        return _begin(super().__call__(x))
+        return _begin(super().__call__(x))  # type: ignore[no-untyped-call]
 
 
 def _begin(embedded: mx.array) -> mx.array:
@@ -129,6 +129,8 @@ def fuse_norms(model: nn.Module, dtype: mx.Dtype) -> str:
         module.__class__ = _BECOMES[kind]
     with own_forward():
         fault = fault_in(model, expected, dtype)
+    if fault is not None:
+        fault = f"the model {fault} then"
     cases = [module.added for module, _ in was if isinstance(module, _Norm) and module.added is not None]
     if fault is None:
         fault = norm_check.fault_in(dict.fromkeys(cases))

@@ -171,6 +171,7 @@ def _full_sides(
         attention=options.attention,
         compile=options.compile,
         join=options.join,
+        fuse=options.fuse,
     )
     record({"kind": "choices", **case.line, **runner.info.notes})
     if options.check:
@@ -266,6 +267,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument(
         "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
+    )
+    parser.add_argument(
+        "--fuse", action=argparse.BooleanOptionalAction, default=True, help="add where it is normed, on CUDA"
     )
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float32 first"

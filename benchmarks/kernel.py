@@ -30,8 +30,8 @@ from floor import read_rate
 from mlxd.batching import attention_kernel
 from mlxd.batching.attention import DecodeVariant, InPlace, Kernel, variant
 from mlxd.batching.attention_kernel import KernelCase
-from mlxd.batching.cuda_kernel import Launch
 from mlxd.batching.attention_quantized import attend_packed_pages
+from mlxd.batching.cuda_kernel import Launch
 from mlxd.batching.kernel_check import LIMITS, RandomStep, is_written, random_step, relative_errors
 from mlxd.batching.rotation import Rotary
 from mlxd.caches.paged import PagedStandIn

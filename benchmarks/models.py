@@ -16,6 +16,7 @@ from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import open_model, resolve
 from mlxd.batching.parameters import main_dtype, parameters_of
+from mlxd.batching.residual import fuse_norms
 from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.caches.kinds import Layer, group_specs
 from mlxd.caches.quantization import Quantization
@@ -149,10 +150,12 @@ def make_runner(
     compile: Literal["auto", "on", "off"] = "auto",
     quantization: Quantization | None = None,
     join: bool = True,
+    fuse: bool = True,
 ) -> MlxRunner:
     """A runner with room for `max_rows` rows of `max_model_len`, made and tuned as the daemon does at start.
 
-    `join`: whether projections of one input become one product; the model of `bench` stays as it is.
+    `join`: whether projections of one input become one product, `fuse`: whether norms add, where there is a
+    kernel for it; the model of `bench` stays as it is.
     """
     layers = layers_of(bench.model, quantization)
     weights_bytes = sum(array.nbytes for array in parameters_of(bench.model))
@@ -167,7 +170,9 @@ def make_runner(
         compiled=compile != "off",
     )
     model = bench.twin()
-    joined = join_projections(model, main_dtype(model)) if join else "nothing"
+    dtype = main_dtype(model)
+    joined = join_projections(model, dtype) if join else "nothing"
+    fused = fuse_norms(model, dtype) if fuse else "nothing"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
@@ -178,7 +183,8 @@ def make_runner(
         tuning.choose_compiled(runner, memory, tuning.TimeBox(_TUNING_S))
     else:
         runner.step.enabled = compile == "on"
-    runner.describe(attention=attention, compile="on" if runner.step.enabled else "off", joined=joined)
+    compiled = "on" if runner.step.enabled else "off"
+    runner.describe(attention=attention, compile=compiled, joined=joined, fused=fused)
     return runner
 
 
