@@ -6,6 +6,7 @@ nobody reads, so whatever else a model does with a sum is right as well: it read
 """
 
 import logging
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,10 @@ class Residual(mx.array):
 
     terms: tuple[mx.array, mx.array] | None = None
 
+    def __init__(self, array: mx.array) -> None:
+        super().__init__(array)
+        self[...] = array  # which is no operation, whereas that made one
+
     def __add__(self, other: Any) -> "Residual":
         return _sum(self, other)
 
@@ -46,7 +51,7 @@ def _sum(first: Any, second: Any) -> Residual:
     are_arrays = isinstance(first, mx.array) and isinstance(second, mx.array)
     if are_arrays and first.shape == second.shape and first.dtype == second.dtype:
         # Arrays of its own: the model may change in place what it added.
-        total.terms = mx.array(first), mx.array(second)
+        total.terms = copy(first), copy(second)
     return total
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import operator
+import re
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -195,6 +198,22 @@ def test_a_sum_that_is_changed_in_place_is_the_sum_of_its_terms_no_more(name: st
     getattr(other, name)(*arguments)
     assert total.terms is None
     assert mx.array_equal(total, other)
+
+
+def num_operations(array: mx.array) -> Counter[str]:
+    """Of the graph that the array is yet to be computed by."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, array)
+    return Counter(re.findall(r'label ="(\w+)", shape=rectangle', graph.getvalue()))
+
+
+def test_a_stream_takes_no_operation_of_its_own() -> None:
+    model, apart, _ = fused()
+    with own_forward():
+        assert num_operations(model(TOKENS)) == num_operations(apart(TOKENS))
+    compiled = [mx.compile(lambda tokens, each=each: each(tokens)) for each in (model, apart)]
+    with own_forward():
+        assert num_operations(compiled[0](TOKENS)) == num_operations(compiled[1](TOKENS))
 
 
 def test_a_sum_becomes_the_kernels_when_it_is_normed(plain: PlainNorm) -> None:
