@@ -1,0 +1,123 @@
+"""Products of a layer's weight with a few rows by one CUDA kernel of our own, at the rate of reading the weight.
+
+MLX multiplies 2 rows and more by cuBLASLt, which costs the host several times what a kernel's launch does.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxd.batching.cuda_kernel import Launch, make_kernel
+
+FEWEST_ROWS, MOST_ROWS = 2, 32
+_FILES = ("warp_products.cu", "product_kernel.cu")
+_DTYPES = (mx.bfloat16, mx.float16)
+_TILE = 16
+"""Outputs of one product of a warp."""
+_STEP = 32
+"""Inner numbers that a warp reads at once; it reads `span` of these ahead."""
+_LANES = 32
+_EIGHTS = (1, 2, 4)
+"""Of rows: for how many the kernel is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCase:
+    """A layer.
+
+    Attributes:
+        outputs, inner: of the weight, [outputs, inner].
+        dtype: of all arrays; sums are float32.
+        has_bias: whether the layer adds one.
+    """
+
+    outputs: int
+    inner: int
+    dtype: mx.Dtype
+    has_bias: bool = False
+
+    @property
+    def is_supported(self) -> bool:
+        fits = self.outputs % _TILE == 0 and self.inner % (_STEP * 2) == 0
+        return fits and self.outputs > 0 < self.inner and self.dtype in _DTYPES
+
+    def form(self, rows: int) -> "Form":
+        """How so many rows are multiplied."""
+        eights = next(eights for eights in _EIGHTS if 8 * eights >= rows)
+        return Form(tiles=2 if self.outputs >= _MANY_OUTPUTS else 1, eights=eights, warps=8, span=_span(self))
+
+
+_MANY_OUTPUTS = 8192
+
+
+def _span(case: ProductCase) -> int:
+    return 4 if case.inner % (_STEP * 4) == 0 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the kernel divides its work.
+
+    Attributes:
+        tiles: of 16 outputs, that a warp takes at once.
+        eights: of rows.
+        warps: of a block, among which the inner dimension is divided.
+        span: steps whose numbers are on their way at once.
+    """
+
+    tiles: int
+    eights: int
+    warps: int
+    span: int
+
+    @property
+    def constants(self) -> list[tuple[str, Any]]:
+        return [("TILES", self.tiles), ("COLUMNS", self.eights), ("WARPS", self.warps), ("SPAN", self.span)]
+
+
+def is_available() -> bool:
+    return bool(mx.cuda.is_available())
+
+
+def multiply(
+    case: ProductCase, x: mx.array, weight: mx.array, bias: mx.array | None = None, form: Form | None = None
+) -> mx.array:
+    """`x @ weight.T + bias`, summed in float32 in an order that is the same for any number of rows.
+
+    Args:
+        x: [..., inner], of 1 to `MOST_ROWS` rows in all.
+        weight, bias: [outputs, inner] and [outputs].
+        form: another than the case's own; the order is that of its warps and span.
+    Returns:
+        [..., outputs] in the dtype of all.
+    """
+    form = form or case.form(prod(x.shape[:-1]))
+    threads = _LANES * form.warps
+    (y,) = kernel(with_bias=bias is not None)(
+        inputs=[x, weight] if bias is None else [x, weight, bias],
+        template=[("T", case.dtype), *form.constants],
+        grid=(-(-case.outputs // (_TILE * form.tiles)) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(*x.shape[:-1], case.outputs)],
+        output_dtypes=[case.dtype],
+    )
+    return y
+
+
+_BODY = """
+  const mlxd::Product<T> product{{x, weight, {bias}, y, mlxd::count(x_shape, x_ndim - 1), weight_shape[0],
+                                 weight_shape[1]}};
+  mlxd::multiply<T, TILES, COLUMNS, WARPS, SPAN>(product);
+"""
+
+
+@cache
+def kernel(*, with_bias: bool) -> Launch:
+    functions = "".join(Path(__file__).with_name(name).read_text() for name in _FILES)
+    bias, inputs = ("bias", ("x", "weight", "bias")) if with_bias else ("nullptr", ("x", "weight"))
+    body = _BODY.format(bias=bias)
+    return make_kernel("product", inputs, ("y",), functions, body, reads_strides=False)
