@@ -14,11 +14,13 @@ from msgspec.structs import replace
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
 from mlxd.batching.device import device_memory_bytes, device_name, keep_compiled
+from mlxd.batching.few_rows import multiply_few_rows
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
+from mlxd.batching.product_choice import choose_products
 from mlxd.batching.residual import fuse_norms
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.trials import Attention, right_variants, variants_to_try
@@ -90,6 +92,7 @@ def load_runner(
         layers = layers_of(loaded.model, quantization)
     joined = join_projections(loaded.model, loaded.dtype)
     fused = fuse_norms(loaded.model, loaded.dtype)
+    products = multiply_few_rows(loaded.model, loaded.dtype)
     size = AUTO_PAGE_SIZE if page_size == "auto" else page_size
     progress("tune", 0.0)
     box = TimeBox(warmup_s)
@@ -109,7 +112,7 @@ def load_runner(
         chunk=chunk,
         checkpoints=checkpoints,
     )
-    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined, fused=fused)
+    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined, fused=fused, products=products)
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
     names = variants_to_try(attention, layers, size, quantization)
@@ -183,6 +186,8 @@ def _tune(
     if compile == "auto":
         times = tuning.choose_compiled(runner, memory, box.part(1 / 2), progress)
         runner.describe(compile=_verdict(runner.step.enabled, times))
+    if by_rows := choose_products(runner, memory, box.part(1 / 3), progress):
+        runner.describe(products=f"{runner.info.notes['products']}; {_table(by_rows)}")
     progress("tune", 1.0)
     runner.describe(compiled=runner.step.enabled)
     tuning.plan_prompts(runner, memory, box.part(1 / 3))

@@ -1,4 +1,4 @@
-"""Products of a layer's weight with a few rows by one CUDA kernel of our own, at the rate of reading the weight.
+"""Products of a layer's weight with a few rows by a CUDA kernel of our own, at the rate of reading it.
 
 MLX multiplies 2 rows and more by cuBLASLt, which costs the host several times what a kernel's launch does.
 """

@@ -205,7 +205,7 @@ def choose_attention(
     """
     times: dict[int, dict[str, float]] = {}
     buckets = row_buckets(runner.info.max_batch)
-    for rows in _outside_in(buckets):
+    for rows in outside_in(buckets):
         if times and box.is_over:
             break
         times[rows], widths = {}, typical_widths(memory, rows)
@@ -225,7 +225,7 @@ def choose_attention(
     return dict(sorted(times.items()))
 
 
-def _outside_in(values: Sequence[int]) -> list[int]:
+def outside_in(values: Sequence[int]) -> list[int]:
     """Last, first, then the middle: the most telling ones first."""
     ends = [values[-1], values[0]] if len(values) > 1 else [values[0]]
     return ends + list(values[1:-1])

@@ -12,6 +12,7 @@ from shapes import SHAPES
 
 from mlxd.batching import tuning
 from mlxd.batching.device import keep_compiled
+from mlxd.batching.few_rows import multiply_few_rows
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
@@ -90,11 +91,13 @@ def make_runner(
     quantization: Quantization | None = None,
     join: bool = True,
     fuse: bool = True,
+    multiply: bool = True,
 ) -> MlxRunner:
     """A runner with room for `max_rows` rows of `max_model_len`, made and tuned as the daemon does at start.
 
     `join`: whether projections of one input become one product, `fuse`: whether norms add, where there is a
-    kernel for it; the model of `bench` stays as it is.
+    kernel for it, `multiply`: whether products of few rows are our own, likewise; the model of `bench` stays
+    as it is.
     """
     layers = layers_of(bench.model, quantization)
     weights_bytes = sum(array.nbytes for array in parameters_of(bench.model))
@@ -112,6 +115,7 @@ def make_runner(
     dtype = main_dtype(model)
     joined = join_projections(model, dtype) if join else "nothing"
     fused = fuse_norms(model, dtype) if fuse else "nothing"
+    products = multiply_few_rows(model, dtype) if multiply else "by MLX"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
@@ -123,7 +127,7 @@ def make_runner(
     else:
         runner.step.enabled = compile == "on"
     compiled = "on" if runner.step.enabled else "off"
-    runner.describe(attention=attention, compile=compiled, joined=joined, fused=fused)
+    runner.describe(attention=attention, compile=compiled, joined=joined, fused=fused, products=products)
     return runner
 
 
