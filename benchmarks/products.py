@@ -2,11 +2,11 @@
 
     python benchmarks/products.py --out products.jsonl
 
-Right: odd and common layers, 1 to 32 rows, against float32; outputs hold NaN before they are written; a row's
-numbers are the same to the bit whatever rows are beside it and however many. Fast: microseconds a product, of
-the host alone and in all, in a chain of products with a weight and with one of the transposed shape, by turns;
-more weights than a cache holds; beside it MLX's own. Prints JSON lines, and ends with an error where a product
-is wrong.
+Right: odd and common layers, 1 to 32 rows, against float32; outputs hold NaN before they are written; a
+row's numbers are the same to the bit whatever rows are beside it and however many. Fast: microseconds a
+product, of the host alone and in all, in a chain of products with a weight and with one of the transposed
+shape, by turns; more weights than a cache holds; beside it MLX's own. Prints JSON lines, and ends with an
+error where a product is wrong.
 """
 
 import argparse
