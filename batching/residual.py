@@ -6,6 +6,7 @@ nobody reads, so whatever else a model does with a sum is right as well: it read
 """
 
 import logging
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -113,6 +114,7 @@ _BECOMES: dict[type[nn.Module], type[nn.Module]] = {
     nn.QuantizedEmbedding: _QuantizedEmbedding,
 }
 """A module changes its class and keeps all that it holds."""
+_WAS = {ours: theirs for theirs, ours in _BECOMES.items()}
 
 
 def fuse_norms(model: nn.Module, dtype: mx.Dtype) -> str:
@@ -129,24 +131,23 @@ def fuse_norms(model: nn.Module, dtype: mx.Dtype) -> str:
         expected = logprobs(model)
     except MODEL_FAULTS as error:
         return f"nothing: {summary_of(error)}"
-    was = [(module, type(module)) for module in _distinct(model) if type(module) in _BECOMES]
-    for module, kind in was:
-        module.__class__ = _BECOMES[kind]
+    modules = list({id(module): module for module in model.modules() if type(module) in _BECOMES}.values())
+    _change(modules, _BECOMES)
     with own_forward():
         fault = fault_in(model, expected, dtype)
-    if fault is not None:
-        fault = f"the model {fault} then"
-    cases = [module.added for module, _ in was if isinstance(module, _Norm) and module.added is not None]
+    norms = [module for module in modules if isinstance(module, _Norm)]
+    cases = [norm.added for norm in norms if norm.added is not None]
+    fault = norm_check.fault_in(dict.fromkeys(cases)) if fault is None else f"the model {fault} then"
+    if cases and fault is None:
+        _change([norm for norm in norms if norm.added is None], _WAS)
+        return f"add+norm of {len(cases)} modules"
+    _change(modules, _WAS)
     if fault is None:
-        fault = norm_check.fault_in(dict.fromkeys(cases))
-    for module, kind in was:
-        if fault is not None or not cases or (isinstance(module, _Norm) and module.added is None):
-            module.__class__ = kind
-    if fault is not None:
-        logger.warning("norms do not add: %s", fault)
-        return f"nothing: {fault}"
-    return f"add+norm of {len(cases)} modules" if cases else "nothing: no norm that it knows is of a sum"
+        return "nothing: no norm that it knows is of a sum"
+    logger.warning("norms do not add: %s", fault)
+    return f"nothing: {fault}"
 
 
-def _distinct(model: nn.Module) -> list[nn.Module]:
-    return list({id(module): module for module in model.modules()}.values())
+def _change(modules: Iterable[nn.Module], classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
+    for module in modules:
+        module.__class__ = classes[type(module)]

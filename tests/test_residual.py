@@ -9,76 +9,38 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from model_bench import PROMPTS, Bench, are_same
 from plain_norm import PlainNorm, use_plain_norm
-from tiny_zoo import MODELS, zoo_model
+from residual_layers import (
+    DIM,
+    TOKENS,
+    ChangedInPlace,
+    ChangedTerm,
+    Layer,
+    Model,
+    OtherShapes,
+    Parallel,
+    Particular,
+    ReadElsewhere,
+    Scaled,
+    Wider,
+    fused,
+    logits,
+)
 
 from mlxd.batching import norm_kernel
 from mlxd.batching.own_forward import own_forward
 from mlxd.batching.residual import Residual, fuse_norms
-from mlxd.batching.selftest import oracle_logprobs
-from mlxd.caches.kinds import REFUSED, inspect_layers
-
-DIM = 64
-VOCAB = 32
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> PlainNorm:
     return use_plain_norm(monkeypatch)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_norm, self.second_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        h = x + self.first(self.first_norm(x))
-        return self.second(self.second_norm(h)) + h
-
-
-class Model(nn.Module):
-    """Two layers between an embedding and its transpose; it keeps no state."""
-
-    def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = [layer(), layer()]
-        self.norm = nn.RMSNorm(DIM)
-        self.make_cache = list
-
-    def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.embed.as_linear(self.norm(x))
-
-
-TOKENS = mx.array([[5, 3, 1], [2, 0, 7]])
-
-
-def logits(model: nn.Module) -> mx.array:
-    with own_forward():
-        result: mx.array = model(TOKENS)
-        mx.eval(result)
-    return result
-
-
-def fused(layer: Callable[[], nn.Module] = Layer) -> tuple[nn.Module, nn.Module, str]:
-    """A model whose norms add, the same one untouched, and what was fused."""
-    mx.random.seed(0)
-    apart = Model(layer)
-    model = deepcopy(apart)
-    return model, apart, fuse_norms(model, mx.float32)
 
 
 def test_every_sum_that_is_normed_is_one_launch(plain: PlainNorm) -> None:
@@ -120,61 +82,17 @@ def test_a_packed_embedding_begins_a_stream() -> None:
     assert mx.allclose(logits(model), before, rtol=1e-5, atol=1e-5)
 
 
-class Scaled(Layer):
-    def __call__(self, x: mx.array) -> mx.array:
-        h = 0.5 * x + self.first(self.first_norm(x))
-        return h * 2.0 + self.second(self.second_norm(h))
-
-
-class ReadElsewhere(Layer):
-    """The sum is read before it is normed, and after."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        h = x + self.first(self.first_norm(x))
-        before = mx.tanh(h)
-        normed = self.second_norm(h)
-        return h + before * mx.exp(-h * h) + self.second(normed) + self.second_norm(h)
-
-
-class ChangedInPlace(Layer):
-    """Sums, their terms and what was normed are changed after they were made."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        added = self.first(self.first_norm(x))
-        h = x + added
-        added *= 3.0
-        same = h
-        h += 1.0
-        h[..., 0] = 0.5
-        normed = self.second_norm(h)
-        same -= 0.25
-        return same + self.second(normed) + added
-
-
-class Parallel(Layer):
-    def __call__(self, x: mx.array) -> mx.array:
-        normed = self.first_norm(x)
-        return x + self.first(normed) + self.second(normed)
-
-
-class OtherShapes(Layer):
-    def __call__(self, x: mx.array) -> mx.array:
-        h = x + self.first(self.first_norm(x)).sum(axis=1, keepdims=True)
-        return h + self.second(self.second_norm(h + 1.0))
-
-
-class Wider(Layer):
-    """What is added is of another precision."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        h = x + self.first(self.first_norm(x)).astype(mx.float16).astype(mx.float32)
-        half = h.astype(mx.float16) + h
-        return h + self.second(self.second_norm(half))
-
-
 @pytest.mark.parametrize(
     ("layer", "num_norms"),
-    [(Scaled, 4), (ReadElsewhere, 4), (ChangedInPlace, 2), (Parallel, 2), (OtherShapes, 2), (Wider, 2)],
+    [
+        (Scaled, 4),
+        (ReadElsewhere, 4),
+        (ChangedTerm, 4),
+        (ChangedInPlace, 2),
+        (Parallel, 2),
+        (OtherShapes, 2),
+        (Wider, 2),
+    ],
 )
 def test_whatever_else_reads_or_changes_a_sum_is_right(layer: type[Layer], num_norms: int) -> None:
     model, apart, note = fused(layer)
@@ -268,15 +186,6 @@ def test_nothing_of_a_forward_is_left_behind() -> None:
         gc.enable()
 
 
-class Particular(Layer):
-    """Takes no norm but mlx-lm's."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if type(self.second_norm) is not nn.RMSNorm:
-            raise TypeError("no RMSNorm")
-        return super().__call__(x)
-
-
 def half_a_norm(plain: PlainNorm) -> Callable[..., list[mx.array]]:
     """Wrong wherever it is asked."""
 
@@ -332,59 +241,3 @@ def test_a_model_that_cannot_be_tried_stays_as_it_was(caplog: pytest.LogCaptureF
     assert note == "nothing: ValueError: no such layer"
     assert type(model.embed) is nn.Embedding
     assert not caplog.records
-
-
-NEED_METAL = set() if mx.metal.is_available() else {"bitnet", "muse_spark"}
-EXPECTED = {
-    "llama": 8,
-    "qwen3_moe": 8,
-    "granite": 8,
-    "deepseek_v3": 8,
-    "gpt_oss": 8,
-    "iquestloopcoder": 9,
-    "qwen3_next": 8,
-    "mamba2": 4,
-    "gemma4_text": 4,
-    "olmo2": 1,
-    "gemma3_text": 0,
-    "cohere": 0,
-    "gptj": 0,
-}
-
-
-def fused_zoo_model(name: str) -> tuple[nn.Module, str]:
-    """A tiny model, which computes what it did apart, and what was fused in it."""
-    apart = zoo_model(name)
-    model = deepcopy(apart)
-    note = fuse_norms(model, mx.float32)
-    tokens = mx.array([[5, 3, 1, 7]])
-    with own_forward():
-        assert mx.allclose(model(tokens), apart(tokens), rtol=1e-4, atol=1e-4), name
-    return model, note
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_models_of_mlx_lm_add_where_they_norm(name: str) -> None:
-    number = EXPECTED[name]
-    expected = f"add+norm of {number} modules" if number else "nothing: no norm that it knows is of a sum"
-    assert fused_zoo_model(name)[1] == expected
-
-
-@pytest.mark.parametrize("name", [name for name, number in EXPECTED.items() if number > 1])
-def test_rows_of_a_fused_model_are_those_of_mlx_lm_eager_and_compiled(name: str, plain: PlainNorm) -> None:
-    model, _ = fused_zoo_model(name)
-    bench = Bench(model, inspect_layers(model))
-    bench.oracle = [oracle_logprobs(zoo_model(name), prompt) for prompt in PROMPTS]
-    bench.runner.set_attention("gathered")
-    plain.rows.clear()
-    for rows in ([0, 1, 2], [3]):
-        assert bench.fault(rows) is None
-    assert plain.rows
-    eager, compiled = bench.generate(PROMPTS), bench.compiled(PROMPTS)
-    assert compiled is not None
-    assert are_same(compiled, eager, bench.limits)
-
-
-@pytest.mark.parametrize("name", sorted(set(MODELS) - set(EXPECTED) - NEED_METAL - set(REFUSED)))
-def test_every_model_of_mlx_lm_computes_the_same_when_it_is_fused(name: str) -> None:
-    fused_zoo_model(name)
