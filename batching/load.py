@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
 from mlxd.batching.device import device_memory_bytes, device_name, keep_compiled
-from mlxd.batching.few_rows import multiply_few_rows
+from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, plan_for

@@ -15,7 +15,7 @@ from mlxd.batching.cuda_kernel import Launch, make_kernel
 
 FEWEST_ROWS, MOST_ROWS = 2, 32
 _FILES = ("warp_products.cu", "product_kernel.cu")
-_DTYPES = (mx.bfloat16, mx.float16)
+DTYPES = (mx.bfloat16, mx.float16)
 _TILE = 16
 """Outputs of one product of a warp."""
 _STEP = 32
@@ -43,7 +43,7 @@ class ProductCase:
     @property
     def is_supported(self) -> bool:
         fits = self.outputs % _TILE == 0 and self.inner % (_STEP * 2) == 0
-        return fits and self.outputs > 0 < self.inner and self.dtype in _DTYPES
+        return fits and self.outputs > 0 < self.inner and self.dtype in DTYPES
 
     def form(self, rows: int) -> "Form":
         """How so many rows are multiplied."""

@@ -12,7 +12,7 @@ from shapes import SHAPES
 
 from mlxd.batching import tuning
 from mlxd.batching.device import keep_compiled
-from mlxd.batching.few_rows import multiply_few_rows
+from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
