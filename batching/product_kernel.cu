@@ -146,26 +146,27 @@ __device__ void join(const float (&sums)[COLUMNS][4], float4* shared, const Prod
   }
 }
 
-// grid: any number of blocks of WARPS warps. COLUMNS: eights of rows. SPAN: steps whose operands are on their way at
+// grid: any number of blocks of WARPS warps. COLUMNS: eights of rows. AHEAD: steps whose operands are on their way at
 // once. outputs: a multiple of 16; inner: one of 32 * SPAN; arrays lie together, and at multiples of 16 bytes.
-template <typename T, int TILES, int COLUMNS, int WARPS, int SPAN>
+template <typename T, int TILES, int COLUMNS, int WARPS, int SPAN, int AHEAD>
 __device__ void multiply(const Product<T>& product) {
+  static_assert(SPAN % AHEAD == 0, "a step has one place of its own");
   __shared__ float4 shared[WARPS * COLUMNS * kLanes];
   Reader<T, TILES, COLUMNS, WARPS, SPAN> next(product, threadIdx.x / kLanes, threadIdx.x % kLanes);
   const int groups = next.groups, spans = next.spans, warp = next.warp;
-  Step<T, TILES, COLUMNS> steps[SPAN];
+  Step<T, TILES, COLUMNS> steps[AHEAD];
   if (!next.is_past()) {
 #pragma unroll
-    for (int i = 0; i < SPAN; i++) next.load(steps[i], i);
+    for (int i = 0; i < AHEAD; i++) next.load(steps[i], i);
   }
   for (int group = blockIdx.x; group < groups; group += gridDim.x) {
     float sums[TILES][COLUMNS][4] = {};
     for (int span = warp; span < spans; span += WARPS) {
-      next.advance();
 #pragma unroll
       for (int i = 0; i < SPAN; i++) {
-        steps[i].multiply(sums);
-        if (!next.is_past()) next.load(steps[i], i);
+        steps[i % AHEAD].multiply(sums);
+        if (i + AHEAD == SPAN) next.advance();
+        if (!next.is_past()) next.load(steps[i % AHEAD], (i + AHEAD) % SPAN);
       }
     }
 #pragma unroll

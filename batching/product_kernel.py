@@ -19,7 +19,7 @@ DTYPES = (mx.bfloat16, mx.float16)
 _TILE = 16
 """Outputs of one product of a warp."""
 _STEP = 32
-"""Inner numbers that a warp reads at once; it reads `span` of these ahead."""
+"""Inner numbers that a warp reads at once."""
 _LANES = 32
 _EIGHTS = (1, 2, 4)
 """Of rows: for how many the kernel is compiled."""
@@ -48,7 +48,10 @@ class ProductCase:
     def form(self, rows: int) -> "Form":
         """How so many rows are multiplied."""
         eights = next(eights for eights in _EIGHTS if 8 * eights >= rows)
-        return Form(tiles=2 if self.outputs >= _MANY_OUTPUTS else 1, eights=eights, warps=8, span=_span(self))
+        tiles = 2 if self.outputs >= _MANY_OUTPUTS else 1
+        return Form(
+            tiles=tiles, eights=eights, warps=8, span=_span(self), ahead=2 if eights == 4 else _span(self)
+        )
 
 
 _MANY_OUTPUTS = 8192
@@ -66,17 +69,25 @@ class Form:
         tiles: of 16 outputs, that a warp takes at once.
         eights: of rows.
         warps: of a block, among which the inner dimension is divided.
-        span: steps whose numbers are on their way at once.
+        span: steps of 32 inner numbers that a warp takes before the next warp's.
+        ahead: steps whose numbers are on their way at once.
     """
 
     tiles: int
     eights: int
     warps: int
     span: int
+    ahead: int
 
     @property
     def constants(self) -> list[tuple[str, Any]]:
-        return [("TILES", self.tiles), ("COLUMNS", self.eights), ("WARPS", self.warps), ("SPAN", self.span)]
+        return [
+            ("TILES", self.tiles),
+            ("COLUMNS", self.eights),
+            ("WARPS", self.warps),
+            ("SPAN", self.span),
+            ("AHEAD", self.ahead),
+        ]
 
 
 def is_available() -> bool:
@@ -111,7 +122,7 @@ def multiply(
 _BODY = """
   const mlxd::Product<T> product{{x, weight, {bias}, y, mlxd::count(x_shape, x_ndim - 1), weight_shape[0],
                                  weight_shape[1]}};
-  mlxd::multiply<T, TILES, COLUMNS, WARPS, SPAN>(product);
+  mlxd::multiply<T, TILES, COLUMNS, WARPS, SPAN, AHEAD>(product);
 """
 
 

@@ -36,12 +36,12 @@ constexpr Shape kShapes[] = {
 
 struct Best {
   float us = 1e9f, off = 0;
-  int tiles = 0, warps = 0, span = 0, blocks = 0;
+  int tiles = 0, warps = 0, span = 0, ahead = 0, blocks = 0;
 };
 
-template <int TILES, int WARPS, int SPAN>
+template <int TILES, int WARPS, int SPAN, int AHEAD>
 __global__ void multiply(mlxd::Product<Number> product) {
-  mlxd::multiply<Number, TILES, (kRows + 7) / 8, WARPS, SPAN>(product);
+  mlxd::multiply<Number, TILES, (kRows + 7) / 8, WARPS, SPAN, AHEAD>(product);
 }
 
 __global__ void plainly(mlxd::Product<Number> product, float* y) {
@@ -124,24 +124,24 @@ struct Bench {
     cudaMemcpy(expected.data(), exact, 4 * count, cudaMemcpyDeviceToHost);
   }
 
-  template <int TILES, int WARPS, int SPAN>
+  template <int TILES, int WARPS, int SPAN, int AHEAD>
   float off(int blocks) {
     std::vector<Number> found(expected.size());
     cudaMemset(y, 0xff, 2 * found.size());
-    multiply<TILES, WARPS, SPAN><<<blocks, 32 * WARPS>>>(product(0));
+    multiply<TILES, WARPS, SPAN, AHEAD><<<blocks, 32 * WARPS>>>(product(0));
     cudaMemcpy(found.data(), y, 2 * found.size(), cudaMemcpyDeviceToHost);
     std::vector<float> differences(found.size());
     for (size_t i = 0; i < found.size(); i++) differences[i] = __bfloat162float(found[i]) - expected[i];
     return largest(differences) / largest(expected);
   }
 
-  template <int TILES, int WARPS, int SPAN>
+  template <int TILES, int WARPS, int SPAN, int AHEAD>
   void measure() {
     if (shape.inner % (32 * SPAN)) return;
     cudaFuncAttributes attributes{};
     int resident = 0;
-    cudaFuncGetAttributes(&attributes, multiply<TILES, WARPS, SPAN>);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, multiply<TILES, WARPS, SPAN>, 32 * WARPS, 0);
+    cudaFuncGetAttributes(&attributes, multiply<TILES, WARPS, SPAN, AHEAD>);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, multiply<TILES, WARPS, SPAN, AHEAD>, 32 * WARPS, 0);
     const int groups = (shape.outputs + 16 * TILES - 1) / (16 * TILES), most = resident * num_sms;
     const int even = most ? (groups + (groups + most - 1) / most - 1) / ((groups + most - 1) / most) : 0;
     int before = 0;
@@ -149,14 +149,14 @@ struct Bench {
       if (blocks == before || !most) continue;
       before = blocks;
       const float us = median_us(
-          [&](int i) { multiply<TILES, WARPS, SPAN><<<blocks, 32 * WARPS>>>(product(i)); });
-      std::printf("{\"shape\": \"%s\", \"rows\": %d, \"tiles\": %d, \"warps\": %d, \"span\": %d, \"blocks\": %d, "
+          [&](int i) { multiply<TILES, WARPS, SPAN, AHEAD><<<blocks, 32 * WARPS>>>(product(i)); });
+      std::printf("{\"shape\": \"%s\", \"rows\": %d, \"tiles\": %d, \"warps\": %d, \"span\": %d, \"ahead\": %d, \"blocks\": %d, "
                   "\"resident\": %d, \"registers\": %d, \"spilled\": %zu, \"us\": %.2f}\n",
-                  shape.name, kRows, TILES, WARPS, SPAN, blocks, resident, attributes.numRegs,
+                  shape.name, kRows, TILES, WARPS, SPAN, AHEAD, blocks, resident, attributes.numRegs,
                   attributes.localSizeBytes, us);
-      const float wrong = off<TILES, WARPS, SPAN>(blocks);
+      const float wrong = off<TILES, WARPS, SPAN, AHEAD>(blocks);
       if (!(wrong < 0.01f)) std::printf("{\"WRONG\": %g}\n", wrong);
-      if (us > 0 && us < best.us) best = {us, wrong, TILES, WARPS, SPAN, blocks};
+      if (us > 0 && us < best.us) best = {us, wrong, TILES, WARPS, SPAN, AHEAD, blocks};
     }
   }
 };
@@ -175,16 +175,17 @@ int main() {
   for (const Shape& shape : kShapes) {
     bench.shape = shape, bench.best = {};
     bench.expect();
-    bench.measure<1, 8, 2>(), bench.measure<1, 8, 4>(), bench.measure<1, 8, 8>();
-    bench.measure<1, 16, 2>(), bench.measure<1, 16, 4>();
-    bench.measure<1, 4, 4>(), bench.measure<1, 4, 8>();
-    bench.measure<2, 8, 2>(), bench.measure<2, 8, 4>(), bench.measure<2, 16, 2>();
-    bench.measure<2, 4, 2>(), bench.measure<2, 4, 4>();
-    bench.measure<4, 8, 2>(), bench.measure<4, 4, 2>(), bench.measure<4, 4, 4>();
+    bench.measure<1, 8, 4, 1>(), bench.measure<1, 8, 4, 2>(), bench.measure<1, 8, 4, 4>();
+    bench.measure<2, 8, 4, 1>(), bench.measure<2, 8, 4, 2>(), bench.measure<2, 8, 4, 4>();
+    bench.measure<4, 8, 4, 1>(), bench.measure<4, 8, 4, 2>();
+    bench.measure<1, 8, 8, 8>(), bench.measure<1, 16, 2, 2>(), bench.measure<1, 16, 4, 2>();
+    bench.measure<2, 16, 4, 2>(), bench.measure<2, 16, 4, 1>();
+    bench.measure<1, 4, 4, 4>(), bench.measure<2, 4, 4, 2>(), bench.measure<2, 4, 4, 4>();
+    bench.measure<4, 4, 4, 2>();
     const Best& best = bench.best;
-    std::printf("{\"best\": \"%s\", \"rows\": %d, \"tiles\": %d, \"warps\": %d, \"span\": %d, \"blocks\": %d, \"us\": "
+    std::printf("{\"best\": \"%s\", \"rows\": %d, \"tiles\": %d, \"warps\": %d, \"span\": %d, \"ahead\": %d, \"blocks\": %d, \"us\": "
                 "%.2f, \"gb_per_s\": %.0f, \"off\": %.2g}\n",
-                shape.name, kRows, best.tiles, best.warps, best.span, best.blocks, best.us,
+                shape.name, kRows, best.tiles, best.warps, best.span, best.ahead, best.blocks, best.us,
                 2e-3f * shape.outputs * shape.inner / best.us, best.off);
   }
   return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
