@@ -1,9 +1,13 @@
 """Whose products serve a step: the faster ones, by row bucket."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from daemon_process import write_tiny_model
+from loading import load
 from plain_product import use_plain_product
 from tiny_models import make_rig
 from tiny_zoo import zoo_model
@@ -63,3 +67,21 @@ def test_a_step_of_a_rewritten_model_has_our_own_from_the_start(monkeypatch: pyt
     assert DecodeStep(model, [], [], []).own_products == frozenset()
     multiply_few_rows(model, mx.float32)
     assert DecodeStep(model, [], [], []).own_products == ROW_BUCKETS
+
+
+@pytest.mark.parametrize(
+    ("warmup_s", "note"),
+    [
+        (0.0, "by a kernel in 8 layers"),
+        (20.0, r"by a kernel in 8 layers; 2 rows: (\w+) \(kernel [\d.]+ ms, mlx [\d.]+ ms\); 4 rows: .*"),
+    ],
+)
+def test_status_says_whose_products_serve(
+    tmp_path: Path, warmup_s: float, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_plain_product(monkeypatch)
+    write_tiny_model(tmp_path, hidden_size=64, intermediate_size=64)
+    runner = load(tmp_path, compile="on", attention="gathered", warmup_s=warmup_s)
+    assert re.fullmatch(note, runner.info.notes["products"])
+    timed = {bucket.num_rows for bucket in runner.step._graphs if bucket.products}
+    assert timed == ({2, 4} if warmup_s else set())
