@@ -68,36 +68,36 @@ struct Product {
   int rows, outputs, inner;
 };
 
-// What one warp reads: spans of SPAN steps, of one group of the weight's rows after another.
+// What one warp reads: spans of SPAN steps, of one group of the weight's rows after another. The last group ends with
+// the last row, and so may begin in the one before.
 template <typename T, int TILES, int COLUMNS, int WARPS, int SPAN>
 struct Reader {
+  static constexpr int kRows = TILES * kTileRows;
+
   const Product<T>& product;
   const int warp, g, t, spans, groups;
   int group, span;
-  const T* weight[TILES][2];
-  const T* x[COLUMNS];
+  const T* weight;  // this lane's first number of the group
+  int x[COLUMNS];   // where this lane's numbers begin
 
   __device__ Reader(const Product<T>& product, int warp, int lane)
       : product(product), warp(warp), g(lane / 4), t(lane % 4), spans(product.inner / (SPAN * kStep)),
-        groups((product.outputs + TILES * kTileRows - 1) / (TILES * kTileRows)), group(blockIdx.x), span(warp) {
+        groups((product.outputs + kRows - 1) / kRows), group(blockIdx.x), span(warp) {
     if (warp >= spans) group = groups;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
-      const int row = min(kColumns * c + g, product.rows - 1);
-      x[c] = product.x + static_cast<size_t>(row) * product.inner + kMine * t;
+      x[c] = min(kColumns * c + g, product.rows - 1) * product.inner + kMine * t;
     }
     find();
   }
 
   __device__ bool is_past() const { return group >= groups; }
 
+  static __device__ int first_row(int group, int outputs) { return min(group * kRows, outputs - kRows); }
+
   __device__ void find() {
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-      const int first = min((group * TILES + tile) * kTileRows, product.outputs - kTileRows);
-      weight[tile][0] = product.weight + static_cast<size_t>(first + g) * product.inner + kMine * t;
-      weight[tile][1] = weight[tile][0] + static_cast<size_t>(8) * product.inner;
-    }
+    const size_t row = first_row(group, product.outputs) + g;
+    weight = product.weight + row * product.inner + kMine * t;
   }
 
   __device__ void advance() {
@@ -110,12 +110,11 @@ struct Reader {
   __device__ void load(Step<T, TILES, COLUMNS>& step, int index) const {
     const int at = (span * SPAN + index) * kStep;
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-      load_once(step.weight[tile][0], weight[tile][0] + at);
-      load_once(step.weight[tile][1], weight[tile][1] + at);
+    for (int i = 0; i < 2 * TILES; i++) {
+      load_once(step.weight[i / 2][i % 2], weight + at + static_cast<int64_t>(8 * i) * product.inner);
     }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) load_often(step.x[c], x[c] + at);
+    for (int c = 0; c < COLUMNS; c++) load_often(step.x[c], product.x + x[c] + at);
   }
 };
 
@@ -139,7 +138,7 @@ __device__ void join(const float (&sums)[COLUMNS][4], float4* shared, const Prod
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = kColumns * c + 2 * (lane % 4) + (i & 1), output = first + lane / 4 + 4 * (i & 2);
-      if (row >= product.rows || first >= product.outputs) continue;
+      if (row >= product.rows) continue;
       const float bias = product.bias ? static_cast<float>(product.bias[output]) : 0.0f;
       product.y[static_cast<size_t>(row) * product.outputs + output] = static_cast<T>(total[i] + bias);
     }
@@ -147,7 +146,8 @@ __device__ void join(const float (&sums)[COLUMNS][4], float4* shared, const Prod
 }
 
 // grid: any number of blocks of WARPS warps. COLUMNS: eights of rows. AHEAD: steps whose operands are on their way at
-// once. outputs: a multiple of 16; inner: one of 32 * SPAN; arrays lie together, and at multiples of 16 bytes.
+// once. outputs: a multiple of 16, and at least 16 * TILES; inner: a multiple of 32 * SPAN. Arrays lie together, and
+// begin at multiples of 16 bytes.
 template <typename T, int TILES, int COLUMNS, int WARPS, int SPAN, int AHEAD>
 __device__ void multiply(const Product<T>& product) {
   static_assert(SPAN % AHEAD == 0, "a step has one place of its own");
@@ -169,9 +169,10 @@ __device__ void multiply(const Product<T>& product) {
         if (!next.is_past()) next.load(steps[i % AHEAD], (i + AHEAD) % SPAN);
       }
     }
+    const int first = next.first_row(group, product.outputs);
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      join<T, COLUMNS, WARPS>(sums[tile], shared, product, (group * TILES + tile) * kTileRows);
+      join<T, COLUMNS, WARPS>(sums[tile], shared, product, first + tile * kTileRows);
     }
   }
 }

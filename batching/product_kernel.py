@@ -20,6 +20,9 @@ _TILE = 16
 """Outputs of one product of a warp."""
 _STEP = 32
 """Inner numbers that a warp reads at once."""
+_SPAN = 2
+_FEW_OUTPUTS = 4096
+"""Up to so many the inner dimension is divided among more warps, so that enough of them read."""
 _LANES = 32
 _EIGHTS = (1, 2, 4)
 """Of rows: for how many the kernel is compiled."""
@@ -42,23 +45,15 @@ class ProductCase:
 
     @property
     def is_supported(self) -> bool:
-        fits = self.outputs % _TILE == 0 and self.inner % (_STEP * 2) == 0
-        return fits and self.outputs > 0 < self.inner and self.dtype in DTYPES
+        fits = self.outputs % _TILE == 0 and self.inner % (_SPAN * _STEP) == 0
+        return fits and self.outputs >= 2 * _TILE and self.inner > 0 and self.dtype in DTYPES
 
     def form(self, rows: int) -> "Form":
-        """How so many rows are multiplied."""
+        """How so many rows are multiplied; `warps` and `span` are the same for any."""
         eights = next(eights for eights in _EIGHTS if 8 * eights >= rows)
-        tiles = 2 if self.outputs >= _MANY_OUTPUTS else 1
-        return Form(
-            tiles=tiles, eights=eights, warps=8, span=_span(self), ahead=2 if eights == 4 else _span(self)
-        )
-
-
-_MANY_OUTPUTS = 8192
-
-
-def _span(case: ProductCase) -> int:
-    return 4 if case.inner % (_STEP * 4) == 0 else 2
+        tiles = 2 if eights == _EIGHTS[-1] else 1  # where there is much of x, it is read half as often
+        warps = 16 if self.outputs <= _FEW_OUTPUTS else 4
+        return Form(tiles=tiles, eights=eights, warps=warps, span=_SPAN, ahead=_SPAN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from mlxd.batching.product_kernel import MOST_ROWS, ProductCase, multiply
 @pytest.mark.parametrize(
     ("outputs", "inner", "dtype", "served"),
     [
-        (16, 64, mx.bfloat16, True),
+        (32, 64, mx.bfloat16, True),
+        (16, 64, mx.bfloat16, False),
         (128256, 4096, mx.float16, True),
         (2048, 2048, mx.float32, False),
         (2048, 2048, mx.uint32, False),
@@ -22,7 +23,7 @@ from mlxd.batching.product_kernel import MOST_ROWS, ProductCase, multiply
         (2048, 2080, mx.bfloat16, False),
         (2048, 32, mx.bfloat16, False),
         (0, 64, mx.bfloat16, False),
-        (16, 0, mx.bfloat16, False),
+        (32, 0, mx.bfloat16, False),
     ],
 )
 def test_layers_of_whole_tiles_and_of_two_bytes_a_number_are_served(
@@ -31,7 +32,7 @@ def test_layers_of_whole_tiles_and_of_two_bytes_a_number_are_served(
     assert ProductCase(outputs, inner, dtype).is_supported == served
 
 
-@pytest.mark.parametrize("outputs", [16, 2048, 3072, 16384, 128256])
+@pytest.mark.parametrize("outputs", [32, 2048, 4112, 16384, 128256])
 @pytest.mark.parametrize("inner", [64, 576, 2048, 14336])
 def test_sums_are_in_one_order_for_any_number_of_rows(outputs: int, inner: int) -> None:
     case = ProductCase(outputs, inner, mx.bfloat16)
