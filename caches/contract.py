@@ -74,8 +74,12 @@ class DecodeStandIn(Protocol):
 class PrefillStandIn(Protocol):
     """What a layer of mlx-lm gets in place of its cache, inside a prefill forward."""
 
-    def finish(self) -> None:
-        """The forward is built: what it left here goes into the cache."""
+    def finish(self) -> mx.array | None:
+        """The forward is built: what it left here goes into the cache.
+
+        Returns:
+            Where the layer's pools stay the arrays they are, an array whose evaluation writes into them.
+        """
         ...
 
 

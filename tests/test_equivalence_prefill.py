@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, Rig, make_rig, oracle, prompt_of, stored_bytes
 
-from mlxd.batching import mlx_runner, tuning
+from mlxd.batching import prefill, tuning
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import PrefillChunk, StepPlan
 from mlxd.batching.prefill import Padding, cohorts
@@ -102,7 +102,7 @@ def test_prompts_padded_to_whole_pages_draw_what_mlx_lm_draws(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA; with a history, a power of two of pages, more than the row may hold."""
-    monkeypatch.setattr(mlx_runner, "plans_by_shape", lambda: True)
+    monkeypatch.setattr(prefill, "plans_by_shape", lambda: True)
     rig = make_rig(family)
     lengths = count_lengths(rig, monkeypatch)
     prompts = [
@@ -126,7 +126,7 @@ def test_prompts_padded_to_whole_pages_draw_what_mlx_lm_draws(
 def test_chunks_are_planned_at_start_where_attention_is(
     plans: bool, limit_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (mlx_runner, tuning):
+    for module in (prefill, tuning):
         monkeypatch.setattr(module, "plans_by_shape", lambda: plans)
     rig = make_rig("llama")
     lengths = count_lengths(rig, monkeypatch)
@@ -140,7 +140,7 @@ def test_packed_prompts_padded_to_whole_pages_draw_what_they_draw_without(
 ) -> None:
     outputs = []
     for pads in (False, True):
-        monkeypatch.setattr(mlx_runner, "plans_by_shape", lambda pads=pads: pads)
+        monkeypatch.setattr(prefill, "plans_by_shape", lambda pads=pads: pads)
         quantization = Quantization(bits=8, group_size=32, start=start)
         driver = make_rig("llama/64", "in_place", quantization=quantization, page_size=16).driver()
         rows = [driver.join(prompt_of(length, seed=length), WATCHED) for length in (2, 19, 40, 70)]

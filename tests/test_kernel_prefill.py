@@ -1,10 +1,9 @@
 """Prefill beside attention that keeps its pools: nothing else may hold them while they are written."""
 
 import pytest
-from cpu_kernel import numpy_kernel
+from cpu_kernel import use_numpy_kernels
 from tiny_models import Rig, make_rig, oracle, prompt_of
 
-from mlxd.batching import attention_kernel
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import StepPlan
 
@@ -14,7 +13,7 @@ RUNNING, JOINING = prompt_of(21), prompt_of(45, seed=1)
 
 @pytest.fixture(autouse=True)
 def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "kernel", numpy_kernel)
+    use_numpy_kernels(monkeypatch)
 
 
 def launched(rig: Rig, *, prefill: bool, scrub: bool = False) -> tuple[MlxStep, MlxStep]:
