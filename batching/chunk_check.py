@@ -88,7 +88,7 @@ def fault_in(cases: Iterable[ChunkCase]) -> str | None:
     for case in cases:
         size = case.page_size
         for start, lengths, padding in (
-            (0, [2 * size - 3, size + 1, 1], (1, 3)),
+            (0, [2 * size - 3, size + 1, 1], (1, 2)),
             (2 * size, [size + size // 2], (0, 2 * size)),
         ):
             chunk = random_chunk(case, 3, start, lengths, padding)

@@ -55,7 +55,8 @@ MIXED, DECODES, CHUNKS = StepPlan(1, DECODE, CHUNK), StepPlan(1, DECODE), StepPl
 @pytest.mark.parametrize(
     ("plan", "launch_blocks", "launch", "waits", "expected"),
     [
-        pytest.param(MIXED, False, (10, 11, 12), (20, 21, 25), (9, 4), id="a device beside the host"),
+        pytest.param(MIXED, False, (10, 11, 12), (20, 21, 25), (10, 4), id="a device beside the host"),
+        pytest.param(MIXED, False, (10, 11, 12), (20, 25, 25), (14, 0), id="both parts are there at once"),
         pytest.param(DECODES, False, (10, 11, 11), (20, 21, 21), (10, 0), id="no prefill there"),
         pytest.param(CHUNKS, False, (10, 10, 12), (20, 20, 25), (0, 13), id="no decode there"),
         pytest.param(MIXED, True, (10, 15, 35), (90, 90, 90), (5, 20), id="another launch in between"),
@@ -78,16 +79,25 @@ def test_parts_of_a_step_take_their_own_time(
 
 def test_a_part_begins_where_the_step_before_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StepClock(launch_blocks=False)
-    assert parts(monkeypatch, clock, MIXED, (10, 11, 12), (20, 21, 25)) == (9, 4)
+    assert parts(monkeypatch, clock, MIXED, (10, 11, 12), (20, 21, 25)) == (10, 4)
     assert parts(monkeypatch, clock, MIXED, (13, 14, 15), (30, 30, 34)) == (5, 4)
+
+
+def test_a_step_that_was_there_before_it_was_asked_for_does_not_say_when_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one's first part was begun when it was launched, not when somebody looked."""
+    clock = StepClock(launch_blocks=False)
+    assert parts(monkeypatch, clock, DECODES, (10, 11, 11), (15, 15, 15)) == (4, 0)
+    assert parts(monkeypatch, clock, MIXED, (12, 13, 14), (20, 21, 23), prefill_first=True) == (2, 8)
 
 
 @pytest.mark.parametrize(
     ("plan", "launch_blocks", "expected"),
     [
-        pytest.param(MIXED, False, (4, 9), id="a device beside the host"),
+        pytest.param(MIXED, False, (4, 10), id="a device beside the host"),
         pytest.param(DECODES, False, (13, 0), id="no prefill there"),
-        pytest.param(CHUNKS, False, (0, 9), id="no decode there"),
+        pytest.param(CHUNKS, False, (0, 10), id="no decode there"),
         pytest.param(MIXED, True, (5, 2), id="launching blocks"),
     ],
 )
