@@ -14,7 +14,7 @@ from mlxd.batching.decode import DecodeStep
 from mlxd.batching.device import on_cpu
 from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
 from mlxd.batching.parameters import main_dtype
-from mlxd.batching.plan import DecodeEntry, RestoredPage, StepPlan
+from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
 from mlxd.batching.prefill import Prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerInfo
@@ -66,12 +66,12 @@ class MlxRunner:
         self._whole.signature()  # raises before any row runs where a kind cannot say what it is
         self._prefill = Prefill(model, self._caches, paths, memory, self._layer_groups)
         self.step = DecodeStep(model, self._caches, paths, self._groups)
-        self.set_attention("gathered")
         self._trace_bound_s = trace_bound_s
         self._trace_s = 0.0
         self._clock = StepClock(launch_blocks=on_cpu())
         self._launched: MlxStep | None = None
         install_seam(model)
+        self.set_attention("gathered")
         self.reset()
 
     def _storages_by_group(self) -> list[list[PageStorage]]:
@@ -121,7 +121,8 @@ class MlxRunner:
         variants = self._default_attention, *self._attention.values()
         keep_pools = [chosen.keeps_pools for chosen in variants]
         self._keeps_pools = any(keep_pools)
-        self._writer = self._default_attention.writer if all(keep_pools) else None
+        writer = self._default_attention.writer if all(keep_pools) else None
+        self._writer = writer if writer is not None and self._prefill.keeps_pools(writer) else None
 
     def describe(self, *, max_batch: int | None = None, compiled: bool | None = None, **notes: str) -> None:
         """Change what `info` says."""
@@ -139,7 +140,8 @@ class MlxRunner:
             IndexError: a row's position is outside its pages. Nothing was launched for it.
             OutOfMemoryError: part of it may have run; see `Runner.launch`.
         """
-        keeps_pools, num_traces = self._keeps_pools, self.step.num_traces
+        num_traces, prefill_first = self.step.num_traces, self._keeps_pools and self._writer is None
+        replaces_pools = plan.replaces_pages or (prefill_first and bool(plan.prefill))
         with allocating():
             begun_at = time.perf_counter()
             if any(plan.copies) or (plan.prefill and self._prefill.evaluates):
@@ -147,19 +149,19 @@ class MlxRunner:
             self._copy(plan.copies)
             self._scrub(plan.scrub)
             self._restore(plan.restored)
-            if keeps_pools:
-                roots, second_at = self._run_prefill(plan), time.perf_counter()
-                draw, compiled = self._decode(plan)
+            if prefill_first:
+                roots, second_at = self._run_prefill(plan.prefill, replaces_pools), time.perf_counter()
+                draw, compiled = self._decode(plan.decode, replaces_pools)
             else:
-                (draw, compiled), second_at = self._decode(plan), time.perf_counter()
-                roots = self._run_prefill(plan)
+                (draw, compiled), second_at = self._decode(plan.decode, replaces_pools), time.perf_counter()
+                roots = self._run_prefill(plan.prefill, replaces_pools)
         launch = Launch(begun_at, second_at, time.perf_counter(), self.step.num_traces > num_traces)
-        step = MlxStep(self._clock, launch, plan, draw, roots, compiled, prefill_first=keeps_pools)
-        self._launched = step if keeps_pools else None
+        step = MlxStep(self._clock, launch, plan, draw, roots, compiled, prefill_first=prefill_first)
+        self._launched = step if self._keeps_pools else None
         return step
 
-    def _evaluate(self, arrays: Sequence[mx.array], *, replaces_pools: bool) -> None:
-        """Begin to; of what replaces pools that are kept, when nothing but the caches holds them."""
+    def _evaluate(self, arrays: Sequence[mx.array], replaces_pools: bool) -> None:
+        """Begin to; where pools that are kept are replaced, once no step in flight holds them."""
         if replaces_pools:
             self._finish_launched()
         mx.async_eval(*arrays)
@@ -188,8 +190,7 @@ class MlxRunner:
             if pages:
                 arrays.write([page.page for page in pages], [page.payload for page in pages])
 
-    def _decode(self, plan: StepPlan) -> tuple[Draw | None, bool]:
-        entries = plan.decode
+    def _decode(self, entries: Sequence[DecodeEntry], replaces_pools: bool) -> tuple[Draw | None, bool]:
         if not entries:
             return None, False
         # A graph is shared by all batches of its bucket; an eager step need not pay for idle rows.
@@ -210,16 +211,14 @@ class MlxRunner:
         )
         draw = sampling.commit(entries, drawn)
         self._batch.adopt(entries, draw)
-        self._evaluate(draw.arrays, replaces_pools=plan.replaces_pages)
+        self._evaluate(draw.arrays, replaces_pools)
         return draw, compiled
 
-    def _run_prefill(self, plan: StepPlan) -> list[mx.array]:
+    def _run_prefill(self, chunks: Sequence[PrefillChunk], replaces_pools: bool) -> list[mx.array]:
         roots: list[mx.array] = []
-        together = self.info.max_batch > 1
-        for forward in self._prefill.forwards(plan.prefill, self._writer, together=together):
-            replaces_pools = plan.replaces_pages or not forward.keeps_pools
-            self._evaluate([forward.root], replaces_pools=replaces_pools)
-            roots.append(forward.root)
+        for root in self._prefill.forwards(chunks, self._writer, together=self.info.max_batch > 1):
+            self._evaluate([root], replaces_pools)
+            roots.append(root)
         return roots
 
     def trace(self, num_rows: int, widths: Sequence[int], sampling: SamplingParams) -> float:

@@ -69,21 +69,6 @@ def cohorts(
     return alone + shared
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """A prefill forward that is built; nothing of it is evaluated.
-
-    Attributes:
-        root: a scalar whose evaluation runs the forward. It stands for the pools, which must not be held
-            until the step is read: the next step's writes would then copy them.
-        keeps_pools: whether the pools stay the arrays they are. Others are replaced when it is evaluated, and
-            copied whole where a step that still runs holds them.
-    """
-
-    root: mx.array
-    keeps_pools: bool
-
-
 class Prefill:
     """Builds prefill forwards; the caches adopt their writes.
 
@@ -120,14 +105,21 @@ class Prefill:
         """Whether caches evaluate a part of a forward while it is built."""
         return bool(self._maintained)
 
+    def keeps_pools(self, writer: ChunkWriter) -> bool:
+        """Whether all pools stay the arrays they are where this writer is used."""
+        return all(cache.keeps_pools(writer) for cache in self._caches)
+
     def forwards(
         self, chunks: Sequence[PrefillChunk], writer: ChunkWriter | None, *, together: bool
-    ) -> Iterator[Forward]:
-        """The forwards that compute these chunks, each built when it is asked for.
+    ) -> Iterator[mx.array]:
+        """The forwards that compute these chunks, each built when it is asked for; nothing is evaluated.
 
         Args:
-            writer: of pools that it serves, which stay the arrays they are.
+            writer: by which all pools are kept; None: they are replaced.
             together: whether rows may share one.
+        Yields:
+            A scalar whose evaluation runs the forward. It stands for the pools, which must not be held until
+            the step is read: the next step's writes would then copy them.
         """
         padded = self._may_pad and together
         padding = self._padding if padded and plans_by_shape() else None
@@ -136,7 +128,7 @@ class Prefill:
 
     def _forward(
         self, cohort: Sequence[PrefillChunk], padding: Padding | None, writer: ChunkWriter | None
-    ) -> Forward:
+    ) -> mx.array:
         start = cohort[0].start
         num_rows, length = len(cohort), max(chunk.num_tokens for chunk in cohort)
         if padding is not None:
@@ -152,9 +144,9 @@ class Prefill:
         for cache in self._maintained:
             cache.commit_prefill(range(len(cohort)))
             cache.end_prefill()
-        in_place = [array for array in written if array is not None]
         pools = [array for cache in self._caches for array in cache.state()]
-        return Forward(mx.depends(mx.zeros(()), in_place + pools), len(in_place) == len(written))
+        done: mx.array = mx.depends(mx.zeros(()), [*pools, *(x for x in written if x is not None)])
+        return done
 
     def _views(
         self, cohort: Sequence[PrefillChunk], num_rows: int, length: int, writer: ChunkWriter | None

@@ -16,7 +16,7 @@ from mlxd.caches.signatures import SignatureError
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlxd.caches.paged_view import PagedView, PrefillView
+    from mlxd.caches.paged_view import ChunkWriter, PagedView, PrefillView
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class PrefillStandIn(Protocol):
         """The forward is built: what it left here goes into the cache.
 
         Returns:
-            Where the layer's pools stay the arrays they are, an array whose evaluation writes into them.
+            An array whose evaluation writes into the layer's pools, where those stay the arrays they are.
         """
         ...
 
@@ -273,6 +273,10 @@ class RowCache(CompiledDecodeCache, Protocol):
         Args:
             view: of the layer's group, or of its successor where that serves the chunk.
         """
+        ...
+
+    def keeps_pools(self, writer: ChunkWriter) -> bool:
+        """Whether its pools stay the arrays they are through a prefill forward whose view has this writer."""
         ...
 
     def reset(self) -> None:

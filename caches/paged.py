@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows
 from mlxd.caches.donor import DenseDonor, Donor, padded_pages, pages_in_order
 from mlxd.caches.page_table import PageTable
-from mlxd.caches.paged_view import PagedView, PrefillView, write_position
+from mlxd.caches.paged_view import ChunkWriter, PagedView, PrefillView, write_position
 from mlxd.caches.pooled import PooledRows
 from mlxd.caches.rounds import check_window, offsets_kept
 from mlxd.caches.row_group import RowGroup
@@ -92,7 +92,7 @@ class PagedPrefill:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         rows, view, new = self._rows, self._view, (keys, values)
-        if view.writer is not None and view.writer.serves(*rows.planes):
+        if view.writer is not None:
             self._written = view.writer.write(view, rows.planes, new)
         else:
             rows.planes = [view.write(pool, x) for pool, x in zip(rows.planes, new, strict=True)]
@@ -169,6 +169,9 @@ class PagedRows(PooledRows):
             return PagedStandIn(keys, values, step.view(name))
 
         return DecodeSlot(key=self.signature(), num_inputs=2, num_outputs=2, trace=trace)
+
+    def keeps_pools(self, writer: ChunkWriter) -> bool:
+        return writer.serves(self.keys, self.values)
 
     def prefill(self, view: PrefillView) -> PagedPrefill:
         return PagedPrefill(self, view)

@@ -166,7 +166,7 @@ class PrefillView:
         ends: one past the last position computed, a row.
         num_tokens: tokens a row, padding included; None: as many as the longest row has.
         num_rows: rows, those included that are padding and go to the scratch page; None: one a table.
-        writer: of pools that it serves; None: all pools are replaced by written ones.
+        writer: of all pools of the forward, each of which it serves; None: they are replaced by written ones.
     """
 
     def __init__(
@@ -191,8 +191,7 @@ class PrefillView:
         self.start = start
         self.ends = tuple(ends)
         self.tables = tuple(tables)
-        # Dense pages that are packed on their way are read again before the forward is evaluated.
-        self.writer = writer if spec.successor is None else None
+        self.writer = writer
         self._num_tokens = max(ends) - start if num_tokens is None else num_tokens
         size = spec.page_size
         self.num_pages = -(-self._num_tokens // size)

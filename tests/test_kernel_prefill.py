@@ -100,20 +100,30 @@ def test_a_step_waits_for_the_one_in_flight_where_it_replaces_pools_that_are_kep
     assert len(second.wait().rows) == 1
 
 
-def test_a_forward_is_built_before_the_step_in_flight_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = rig_of(ODD)
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        pytest.param(FAMILY, [(1, False), (16, False)], id="written in place: decoding runs meanwhile"),
+        pytest.param(ODD, [(16, False), (1, True)], id="replaced: a decode step would hold the pools"),
+    ],
+)
+def test_which_forward_comes_first_and_whether_it_is_built_after_the_wait(
+    family: str, expected: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens a row of each forward of a step, and whether the step in flight had been waited for."""
+    rig = rig_of(family)
     driver, row, first = in_flight(rig)
-    seen: list[bool] = []
+    seen: list[tuple[int, bool]] = []
     forward = type(rig.model).__call__
 
-    def noted(self: object, *arguments: object, **named: object) -> mx.array:
-        seen.append(first._result is not None)
-        result: mx.array = forward(self, *arguments, **named)
+    def noted(self: object, tokens: mx.array, *arguments: object, **named: object) -> mx.array:
+        seen.append((tokens.shape[1], first._result is not None))
+        result: mx.array = forward(self, tokens, *arguments, **named)
         return result
 
     monkeypatch.setattr(type(rig.model), "__call__", noted)
     rig.runner.launch(StepPlan(2, (driver._entry(row),), (next_chunk(driver),))).wait()
-    assert seen == [False, True], "the prefill's forward, then the decode step's"
+    assert seen == expected
 
 
 def test_rows_that_are_packed_on_their_way_are_prefilled_when_nothing_holds_the_pools(
