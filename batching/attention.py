@@ -230,9 +230,7 @@ def _format(pool: mx.array | Packed) -> tuple[mx.Dtype, Quantization | None]:
 
 DecodeVariant = Gathered | InPlace
 
-_VARIANTS: dict[str, type[DecodeVariant]] = {
-    variant.name: variant for variant in (Gathered, Grouped, InPlace, Kernel)
-}
+_VARIANTS: dict[str, type[DecodeVariant]] = {kind.name: kind for kind in (Gathered, Grouped, InPlace, Kernel)}
 
 
 def variant(name: str) -> DecodeVariant:

@@ -12,8 +12,8 @@ struct Chunk {
   int64_t row_stride, head_stride, column_stride, stride;
   int length;
 
-  // The columns [first, first + PAGE) of a head into the PAGE cells from `to` on, zeros past the last one; by all threads
-  // of a block.
+  // The columns [first, first + PAGE) of a head into as many cells from `to` on, zeros past the last column; by all
+  // threads of a block.
   template <int PAGE>
   __device__ void write(T* to, int row, int head, int first) const {
     const T* from = numbers + row * row_stride + head * head_stride;
@@ -26,7 +26,7 @@ struct Chunk {
 
 // grid: (KV heads, pages of a row's part of the chunk, rows).
 //
-// key, value: of the chunk.  keys, values: pools, cells of [pages, KV heads, PAGE].  pages: [rows, pages of a row's part], the pages written.
+// keys, values: pools, cells of [pages, KV heads, PAGE].  pages: [rows, pages of a row's part], those written.
 template <int PAGE, typename T, int KEY_DIM, int VALUE_DIM>
 __device__ void write_chunk(Chunk<T, KEY_DIM> key, Chunk<T, VALUE_DIM> value, T* keys, T* values,
                             const int32_t* pages) {

@@ -11,7 +11,8 @@ from mlxd.batching.attention_kernel import is_supported
 from mlxd.batching.cuda_kernel import Launch, make_kernel
 from mlxd.caches.paged_view import PrefillView
 
-_THREADS = 256
+_THREADS = 1024
+"""Of a block: few numbers for each, which waits for one before it asks for the next."""
 _INPUTS = ("key", "value", "keys", "values", "pages")
 _CHUNK = (
     "mlxd::Chunk<T, {dim}>{{{name}, {name}_strides[0], {name}_strides[1], {name}_strides[2], "

@@ -144,8 +144,8 @@ class MlxRunner:
         replaces_pools = plan.replaces_pages or (prefill_first and bool(plan.prefill))
         with allocating():
             begun_at = time.perf_counter()
-            if any(plan.copies) or (plan.prefill and self._prefill.evaluates):
-                self._finish_launched()  # for these evaluate what replaces pools while they are built
+            if (plan.prefill and self._prefill.evaluates) or not (plan.prefill or plan.decode):
+                self._finish_launched()  # pools are replaced before the step is built, or by a later one
             self._copy(plan.copies)
             self._scrub(plan.scrub)
             self._restore(plan.restored)

@@ -146,6 +146,13 @@ def test_rows_that_are_packed_on_their_way_are_prefilled_when_nothing_holds_the_
     assert not rig.runner.attention.writer.cases  # type: ignore[union-attr]
 
 
+def test_pages_zeroed_for_a_later_step_are_not_left_to_one_beside_the_step_in_flight() -> None:
+    rig = rig_of()
+    driver, _, first = in_flight(rig)
+    rig.runner.launch(scrub(driver))
+    assert first._result is not None
+
+
 def test_where_only_some_steps_keep_the_pools_prefill_replaces_them() -> None:
     """The others would copy what a prefill in flight holds."""
     rig = rig_of()
