@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cpu_kernel import numpy_kernel
+from cpu_kernel import numpy_kernel, use_numpy_kernels
 from daemon_process import write_tiny_model
 from loading import load
 from tiny_models import Rig, make_rig, oracle, prompt_of
@@ -51,7 +51,7 @@ CASES = (
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "kernel", numpy_kernel)
+    use_numpy_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ MLX_OWNERS = {
         "attention_kernel",
         "attention_quantized",
         "batch",
+        "chunk_check",
+        "chunk_kernel",
         "cuda_kernel",
         "decode",
         "device",
