@@ -21,7 +21,6 @@ from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, pla
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.product_choice import choose_products
-from mlxd.batching.residual import fuse_norms
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.trials import Attention, right_variants, variants_to_try
 from mlxd.batching.tuning import TimeBox
@@ -91,7 +90,6 @@ def load_runner(
         loaded = load_model(folder, progress, max_model_len, name=model_path)
         layers = layers_of(loaded.model, quantization)
     joined = join_projections(loaded.model, loaded.dtype)
-    fused = fuse_norms(loaded.model, loaded.dtype)
     products = multiply_few_rows(loaded.model, loaded.dtype)
     size = AUTO_PAGE_SIZE if page_size == "auto" else page_size
     progress("tune", 0.0)
@@ -112,7 +110,7 @@ def load_runner(
         chunk=chunk,
         checkpoints=checkpoints,
     )
-    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined, fused=fused, products=products)
+    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined, products=products)
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
     names = variants_to_try(attention, layers, size, quantization)

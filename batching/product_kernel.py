@@ -97,9 +97,7 @@ def is_available() -> bool:
     return bool(mx.cuda.is_available())
 
 
-def multiply(
-    case: ProductCase, x: mx.array, weight: mx.array, bias: mx.array | None = None
-) -> mx.array:
+def multiply(case: ProductCase, x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
     """`x @ weight.T + bias`, summed in float32 in an order that is the same for any number of rows.
 
     Args:

@@ -176,7 +176,7 @@ def _full_sides(
         attention=options.attention,
         compile=options.compile,
         join=options.join,
-        fuse=options.fuse,
+        multiply=options.multiply,
     )
     record({"kind": "choices", **case.line, **runner.info.notes})
     if options.check:
@@ -275,7 +275,10 @@ def _options() -> argparse.Namespace:
         "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
     )
     parser.add_argument(
-        "--fuse", action=argparse.BooleanOptionalAction, default=True, help="add where it is normed, on CUDA"
+        "--multiply",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="products of our own, on CUDA",
     )
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float32 first"

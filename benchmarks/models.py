@@ -18,7 +18,6 @@ from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import open_model, resolve
 from mlxd.batching.parameters import main_dtype, parameters_of
-from mlxd.batching.residual import fuse_norms
 from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.caches.kinds import Layer, group_specs
 from mlxd.caches.quantization import Quantization
@@ -90,14 +89,12 @@ def make_runner(
     compile: Literal["auto", "on", "off"] = "auto",
     quantization: Quantization | None = None,
     join: bool = True,
-    fuse: bool = True,
     multiply: bool = True,
 ) -> MlxRunner:
     """A runner with room for `max_rows` rows of `max_model_len`, made and tuned as the daemon does at start.
 
-    `join`: whether projections of one input become one product, `fuse`: whether norms add, where there is a
-    kernel for it, `multiply`: whether products of few rows are our own, likewise; the model of `bench` stays
-    as it is.
+    `join`: whether projections of one input become one product, `multiply`: whether those of few rows are our
+    own, where there is a kernel for it; the model of `bench` stays as it is.
     """
     layers = layers_of(bench.model, quantization)
     weights_bytes = sum(array.nbytes for array in parameters_of(bench.model))
@@ -114,7 +111,6 @@ def make_runner(
     model = bench.twin()
     dtype = main_dtype(model)
     joined = join_projections(model, dtype) if join else "nothing"
-    fused = fuse_norms(model, dtype) if fuse else "nothing"
     products = multiply_few_rows(model, dtype) if multiply else "by MLX"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
@@ -127,7 +123,7 @@ def make_runner(
     else:
         runner.step.enabled = compile == "on"
     compiled = "on" if runner.step.enabled else "off"
-    runner.describe(attention=attention, compile=compiled, joined=joined, fused=fused, products=products)
+    runner.describe(attention=attention, compile=compiled, joined=joined, products=products)
     return runner
 
 

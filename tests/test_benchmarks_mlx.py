@@ -1,7 +1,6 @@
 """What benchmarks take for the floor of a step, and that a wrong step is not timed."""
 
 import sys
-from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,13 +11,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from floor import live_bytes, weights_bytes
 from models import BenchModel, load, make_runner, random_model
-from operations import by_layer, of_step
-from plain_norm import use_plain_norm
+from operations import of_step
 from reference import check
 from sides import MlxLm, Scheduled
 from traffic import poisson, serve
 
-from mlxd.batching import norm_kernel
 from mlxd.batching.attention import InPlace
 from mlxd.batching.driver import Driver
 from mlxd.batching.memory import layers_of
@@ -106,19 +103,6 @@ def test_scrubbing_that_pools_wait_for_is_no_part_of_a_step(runner: MlxRunner) -
     driver.leave(row)
     driver.clean()
     assert of_step(runner, 2, widths) == expected
-
-
-def test_norms_that_add_take_a_launch_each_in_the_place_of_all_that_they_are_made_of(
-    bench: BenchModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_plain_norm(monkeypatch)
-    shape = {"max_rows": 3, "max_model_len": 128, "page_size": 16, "attention": "in_place", "compile": "off"}
-    fused, apart = (make_runner(bench, fuse=fuse, **shape) for fuse in (True, False))
-    monkeypatch.setattr(norm_kernel, "kernel", lambda: lambda *, inputs, **_: 2 * [mx.arctan2(*inputs[:2])])
-    counts, before = (by_layer(of_step(runner, 3, [1]), 4)["layer"] for runner in (fused, apart))
-    assert counts.pop("ArcTan2") == 2
-    assert {"Rsqrt", "Square"} <= before.keys() - counts.keys()
-    assert Counter(counts) < Counter(before)
 
 
 def test_packed_shapes_are_packed() -> None:

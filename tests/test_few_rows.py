@@ -10,7 +10,6 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from model_bench import PROMPTS, Bench, are_same
-from plain_norm import use_plain_norm
 from plain_product import PlainProduct, use_plain_product
 from tiny_zoo import zoo_model
 
@@ -18,7 +17,6 @@ from mlxd.batching import product_kernel
 from mlxd.batching.few_rows import multiplies_few_rows, own_products
 from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.joined import join_projections
-from mlxd.batching.residual import fuse_norms
 from mlxd.batching.selftest import oracle_logprobs
 from mlxd.caches.kinds import inspect_layers
 
@@ -185,12 +183,10 @@ ZOO = {"llama": 13, "gemma3_text": 13, "qwen3_moe": 9, "gpt_oss": 9, "mamba2": 5
 
 @pytest.mark.parametrize("name", ZOO)
 def test_rows_of_a_rewritten_model_are_those_of_mlx_lm_eager_and_compiled(
-    name: str, plain: PlainProduct, monkeypatch: pytest.MonkeyPatch
+    name: str, plain: PlainProduct
 ) -> None:
-    use_plain_norm(monkeypatch)
     model = zoo_model(name)
     join_projections(model, mx.float32)
-    fuse_norms(model, mx.float32)
     assert multiply_few_rows(model, mx.float32) == f"by a kernel in {ZOO[name]} layers"
     bench = Bench(model, inspect_layers(model))
     bench.oracle = [oracle_logprobs(zoo_model(name), prompt) for prompt in PROMPTS]
