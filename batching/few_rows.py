@@ -28,9 +28,11 @@ def own_products(are_own: bool = True) -> Iterator[None]:
 
 
 class FewRowsLinear(nn.Linear):
-    """Attributes:
-    product: of its weight.
-    has_served: whether it was ever asked for one of our own.
+    """A dense layer.
+
+    Attributes:
+        product: of its weight.
+        has_served: whether it was ever asked for one of our own.
     """
 
     product: ProductCase

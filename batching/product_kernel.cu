@@ -27,12 +27,12 @@ __device__ inline void load_often(uint32_t (&words)[4], const void* from) {
                : "l"(from));
 }
 
-// Of all but the last axes.
+// Rows of an array, of which the first axes are.
 template <typename Shape>
-__device__ int count(const Shape& shape, int axes) {
-  int total = 1;
-  for (int i = 0; i < axes; i++) total *= shape[i];
-  return total;
+__device__ int count_rows(const Shape& shape, int axes) {
+  int rows = 1;
+  for (int i = 0; i < axes; i++) rows *= shape[i];
+  return rows;
 }
 
 // Operands of one step: 16 * TILES rows of the weight by 8 * COLUMNS rows of x.

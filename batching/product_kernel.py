@@ -120,8 +120,8 @@ def multiply(case: ProductCase, x: mx.array, weight: mx.array, bias: mx.array | 
 
 
 _BODY = """
-  const mlxd::Product<T> product{{x, weight, {bias}, y, mlxd::count(x_shape, x_ndim - 1), weight_shape[0],
-                                 weight_shape[1]}};
+  const mlxd::Product<T> product{{x, weight, {bias}, y, mlxd::count_rows(x_shape, x_ndim - 1),
+                                 weight_shape[0], weight_shape[1]}};
   mlxd::multiply<T, TILES, COLUMNS, WARPS, SPAN, AHEAD>(product);
 """
 

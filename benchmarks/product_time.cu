@@ -164,8 +164,8 @@ struct Bench {
       const float us = median_us([&](int i, cudaStream_t stream) {
         multiply<TILES, WARPS, SPAN, AHEAD><<<blocks, 32 * WARPS, 0, stream>>>(product(i));
       });
-      std::printf("{\"shape\": \"%s\", \"rows\": %d, \"tiles\": %d, \"warps\": %d, \"span\": %d, \"ahead\": %d, \"blocks\": %d, "
-                  "\"resident\": %d, \"registers\": %d, \"spilled\": %zu, \"us\": %.2f}\n",
+      std::printf("{\"shape\": \"%s\", \"rows\": %d, \"tiles\": %d, \"warps\": %d, \"span\": %d, "
+                  "\"ahead\": %d, \"blocks\": %d, \"resident\": %d, \"registers\": %d, \"spilled\": %zu, \"us\": %.2f}\n",
                   shape.name, kRows, TILES, WARPS, SPAN, AHEAD, blocks, resident, attributes.numRegs,
                   attributes.localSizeBytes, us);
       const float wrong = off<TILES, WARPS, SPAN, AHEAD>(blocks);
@@ -220,8 +220,8 @@ int main() {
     bench.measure_cublas();
 #endif
     const Best& best = bench.best;
-    std::printf("{\"best\": \"%s\", \"rows\": %d, \"tiles\": %d, \"warps\": %d, \"span\": %d, \"ahead\": %d, \"blocks\": %d, \"us\": "
-                "%.2f, \"gb_per_s\": %.0f, \"off\": %.2g}\n",
+    std::printf("{\"best\": \"%s\", \"rows\": %d, \"tiles\": %d, \"warps\": %d, \"span\": %d, "
+                "\"ahead\": %d, \"blocks\": %d, \"us\": %.2f, \"gb_per_s\": %.0f, \"off\": %.2g}\n",
                 shape.name, kRows, best.tiles, best.warps, best.span, best.ahead, best.blocks, best.us,
                 2e-3f * shape.outputs * shape.inner / best.us, best.off);
   }

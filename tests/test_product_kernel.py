@@ -43,6 +43,25 @@ def test_sums_are_in_one_order_for_any_number_of_rows(outputs: int, inner: int) 
         assert inner % (32 * form.span) == 0
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inner", "rows", "tiles"),
+    [
+        (2048, 2048, 32, 1),
+        (3072, 2048, 16, 1),
+        (3072, 2048, 17, 2),
+        (4096, 4096, 8, 1),
+        (4096, 4096, 9, 2),
+        (6144, 4096, 32, 1),
+        (16384, 2048, 16, 1),
+        (16384, 2048, 17, 2),
+    ],
+)
+def test_where_there_is_much_of_the_rows_they_are_read_half_as_often(
+    outputs: int, inner: int, rows: int, tiles: int
+) -> None:
+    assert ProductCase(outputs, inner, mx.bfloat16).form(rows).tiles == tiles
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (1, 1), (32, 1), (5,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_rows_of_any_axes_are_multiplied_at_once(
