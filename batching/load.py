@@ -14,11 +14,13 @@ from msgspec.structs import replace
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
 from mlxd.batching.device import device_memory_bytes, device_name, keep_compiled
+from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
+from mlxd.batching.product_choice import choose_products
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.trials import Attention, right_variants, variants_to_try
 from mlxd.batching.tuning import TimeBox
@@ -88,6 +90,7 @@ def load_runner(
         loaded = load_model(folder, progress, max_model_len, name=model_path)
         layers = layers_of(loaded.model, quantization)
     joined = join_projections(loaded.model, loaded.dtype)
+    products = multiply_few_rows(loaded.model, loaded.dtype)
     size = AUTO_PAGE_SIZE if page_size == "auto" else page_size
     progress("tune", 0.0)
     box = TimeBox(warmup_s)
@@ -107,7 +110,7 @@ def load_runner(
         chunk=chunk,
         checkpoints=checkpoints,
     )
-    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined)
+    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined, products=products)
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
     names = variants_to_try(attention, layers, size, quantization)
@@ -128,7 +131,7 @@ def _chunk_timer(
     return partial(tuning.packed_chunk_s, loaded.model, packed, page_size)
 
 
-def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, *, blas: str, joined: str) -> RunnerInfo:
+def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, **notes: str) -> RunnerInfo:
     return RunnerInfo(
         model=name,
         vocab_size=loaded.vocab_size,
@@ -139,9 +142,8 @@ def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, *, blas: str, join
         compiled=False,
         notes={
             "device": device_name(),
-            "blas": blas,
             "dtype": str(loaded.dtype).removeprefix("mlx.core."),
-            "joined": joined,
+            **notes,
         },
         fingerprint=fingerprint(loaded.path),
     )
@@ -182,6 +184,8 @@ def _tune(
     if compile == "auto":
         times = tuning.choose_compiled(runner, memory, box.part(1 / 2), progress)
         runner.describe(compile=_verdict(runner.step.enabled, times))
+    if by_rows := choose_products(runner, memory, box.part(1 / 3), progress):
+        runner.describe(products=f"{runner.info.notes['products']}; {_table(by_rows)}")
     progress("tune", 1.0)
     runner.describe(compiled=runner.step.enabled)
     tuning.plan_prompts(runner, memory, box.part(1 / 3))

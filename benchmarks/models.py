@@ -8,9 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from floor import on_cpu
 from mlx_lm.models import gemma3_text, llama
+from shapes import SHAPES
 
 from mlxd.batching import tuning
 from mlxd.batching.device import keep_compiled
+from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
@@ -26,68 +28,6 @@ _VARIANTS = ("kernel", "in_place", "gathered") if mx.cuda.is_available() else ("
 _PACKED = "-4bit"
 
 SMOLLM2 = "smollm2-135m-instruct"
-
-_LLAMA = {
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-_GEMMA3 = {"model_type": "gemma3_text", "max_position_embeddings": 131072, "sliding_window_pattern": 6}
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _LLAMA
-    | {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1000,
-        "tie_word_embeddings": True,
-    },
-    "1b": _LLAMA
-    | {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": True,
-    },
-    "8b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "gemma3-tiny": _GEMMA3
-    | {
-        "hidden_size": 256,
-        "num_hidden_layers": 6,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 1000,
-        "sliding_window": 64,
-    },
-    "gemma3-4b": _GEMMA3
-    | {
-        "hidden_size": 2560,
-        "num_hidden_layers": 34,
-        "intermediate_size": 10240,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262208,
-        "sliding_window": 1024,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    },
-}
-"""Llama 3.2 1B and 3.1 8B, Gemma 3 4B (five of six layers slide), and small ones for trying things out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +89,12 @@ def make_runner(
     compile: Literal["auto", "on", "off"] = "auto",
     quantization: Quantization | None = None,
     join: bool = True,
+    multiply: bool = True,
 ) -> MlxRunner:
     """A runner with room for `max_rows` rows of `max_model_len`, made and tuned as the daemon does at start.
 
-    `join`: whether projections of one input become one product; the model of `bench` stays as it is.
+    `join`: whether projections of one input become one product, `multiply`: whether those of few rows are our
+    own, where there is a kernel for it; the model of `bench` stays as it is.
     """
     layers = layers_of(bench.model, quantization)
     weights_bytes = sum(array.nbytes for array in parameters_of(bench.model))
@@ -167,7 +109,9 @@ def make_runner(
         compiled=compile != "off",
     )
     model = bench.twin()
-    joined = join_projections(model, main_dtype(model)) if join else "nothing"
+    dtype = main_dtype(model)
+    joined = join_projections(model, dtype) if join else "nothing"
+    products = multiply_few_rows(model, dtype) if multiply else "by MLX"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
@@ -178,7 +122,8 @@ def make_runner(
         tuning.choose_compiled(runner, memory, tuning.TimeBox(_TUNING_S))
     else:
         runner.step.enabled = compile == "on"
-    runner.describe(attention=attention, compile="on" if runner.step.enabled else "off", joined=joined)
+    compiled = "on" if runner.step.enabled else "off"
+    runner.describe(attention=attention, compile=compiled, joined=joined, products=products)
     return runner
 
 
