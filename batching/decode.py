@@ -88,6 +88,7 @@ class DecodeStep:
 
     Attributes:
         enabled: whether graphs are compiled at all.
+        eager_at: row buckets that run eagerly all the same.
         own_products: row buckets whose products are our own; none where the model has no such layers.
         wanted: buckets that ran eagerly because they were not traced yet, oldest first; the latest ones.
         compiles, failures: graphs compiled, and retired, so far.
@@ -107,6 +108,7 @@ class DecodeStep:
         self._traces = _Traces()
         self._tables: dict[str, tuple[mx.array, mx.array]] = {}
         self.enabled = True
+        self.eager_at: frozenset[int] = frozenset()
         self.own_products = ROW_BUCKETS if multiplies_few_rows(model) else frozenset()
         self.wanted: OrderedDict[Bucket, None] = OrderedDict()
         self.compiles = 0
@@ -122,6 +124,10 @@ class DecodeStep:
     @property
     def retraces(self) -> int:
         return max(0, self._traces.count - self.compiles)
+
+    def compiles_at(self, num_rows: int) -> bool:
+        """Whether steps of so many rows are compiled."""
+        return self.enabled and row_bucket(num_rows) not in self.eager_at
 
     @property
     def has_room(self) -> bool:
@@ -193,7 +199,7 @@ class DecodeStep:
         self, bucket: Bucket, body: StepFunction, arrays: Sequence[mx.array], may_trace: bool
     ) -> list[mx.array] | None:
         """None where the step must run eagerly."""
-        if not self.enabled:
+        if not self.compiles_at(bucket.num_rows):
             return None
         if bucket not in self._graphs:
             if not may_trace:

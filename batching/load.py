@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
+from mlxd.batching.compile_choice import choose_compiled
 from mlxd.batching.device import device_memory_bytes, device_name, keep_compiled
 from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.fingerprint import fingerprint
@@ -22,8 +23,8 @@ from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.product_choice import choose_products
 from mlxd.batching.runner import Progress, RunnerInfo
+from mlxd.batching.timing import TimeBox
 from mlxd.batching.trials import Attention, right_variants, variants_to_try
-from mlxd.batching.tuning import TimeBox
 from mlxd.caches.capacity import capacities, cost_of_packing
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
@@ -181,9 +182,12 @@ def _tune(
         runner.describe(attention=_table(by_rows))
     progress("tune", 0.5)
     runner.step.enabled = compile == "on"
+    runner.describe(compile=f"{compile}, as configured")
     if compile == "auto":
-        times = tuning.choose_compiled(runner, memory, box.part(1 / 2), progress)
-        runner.describe(compile=_verdict(runner.step.enabled, times))
+        times = choose_compiled(runner, memory, box.part(1 / 2), progress)
+        chosen = "compiled" if runner.step.enabled else "eager"
+        verdict = f"{_table(times)}; eager with three rows to four places" if times else ""
+        runner.describe(compile=verdict or f"{chosen}; there was no time to try")
     if by_rows := choose_products(runner, memory, box.part(1 / 3), progress):
         runner.describe(products=f"{runner.info.notes['products']}; {_table(by_rows)}")
     progress("tune", 1.0)
@@ -192,14 +196,6 @@ def _tune(
     if runner.step.enabled:
         done, total = tuning.trace_buckets(runner, memory, box, progress)
         runner.describe(traced=f"{done} of {total} buckets")
-
-
-def _verdict(is_compiled: bool, times: tuple[float, float] | None) -> str:
-    chosen = "compiled" if is_compiled else "eager"
-    if times is None:
-        return f"{chosen}; there was no time to try"
-    fast, slow = times
-    return f"{chosen} is faster: {fast * 1e3:.1f} ms compiled, {slow * 1e3:.1f} ms eager"
 
 
 def _table(times: dict[int, dict[str, float]]) -> str:

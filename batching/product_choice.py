@@ -7,7 +7,8 @@ from mlxd.batching.decode import DecodeStep
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import Progress, ignore_progress
 from mlxd.batching.sampling_params import GREEDY
-from mlxd.batching.tuning import TimeBox, outside_in, row_buckets, typical_widths
+from mlxd.batching.timing import TimeBox, by_turns, nearest_measured, outside_in
+from mlxd.batching.tuning import row_buckets, typical_widths
 from mlxd.caches.sizing import MemoryPlan
 
 _TURNS = 8
@@ -31,21 +32,15 @@ def choose_products(
         if box.is_over:
             break
         progress("tune", 0.8)
-        run = partial(runner.trace, rows, typical_widths(memory, rows), GREEDY)
-        times[rows] = _step_times(step, rows, run, box)
+        run = partial(_step_s, step, rows, partial(runner.trace, rows, typical_widths(memory, rows), GREEDY))
+        runs = {"kernel": partial(run, are_own=True), "mlx": partial(run, are_own=False)}
+        times[rows] = by_turns(runs, _TURNS, box)
     if times:
-        nearest = {rows: times[min(times, key=lambda measured: abs(measured - rows))] for rows in buckets}
-        step.own_products = frozenset(rows for rows, by in nearest.items() if by["kernel"] <= by["mlx"])
+        measured = nearest_measured(times, buckets)
+        step.own_products = frozenset(rows for rows, by in measured.items() if by["kernel"] <= by["mlx"])
     return dict(sorted(times.items()))
 
 
-def _step_times(step: DecodeStep, rows: int, run: Callable[[], float], box: TimeBox) -> dict[str, float]:
-    """Least seconds of steps by either, by turns; a first one each, which may compile, does not count."""
-    times: dict[str, list[float]] = {"kernel": [], "mlx": []}
-    for turn in range(1 + _TURNS):
-        for name, seconds in times.items():
-            step.own_products = frozenset([rows] if name == "kernel" else [])
-            seconds.append(run())
-        if turn and box.is_over:
-            break
-    return {name: min(seconds[1:]) for name, seconds in times.items()}
+def _step_s(step: DecodeStep, rows: int, run: Callable[[], float], *, are_own: bool) -> float:
+    step.own_products = frozenset([rows] if are_own else [])
+    return run()

@@ -84,6 +84,7 @@ OWNERS = {
     "time": {
         "batching.mlx_runner",
         "batching.mlx_step",
+        "batching.timing",
         "batching.tuning",
         "metrics.exporter",
         "metrics.prometheus",

@@ -17,7 +17,7 @@ from mlxd.batching.few_rows import ROW_BUCKETS
 from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.product_choice import choose_products
-from mlxd.batching.tuning import TimeBox
+from mlxd.batching.timing import TimeBox
 
 
 def runner_that_takes(seconds: Callable[[int, bool], float], monkeypatch: pytest.MonkeyPatch) -> MlxRunner:
