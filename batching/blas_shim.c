@@ -208,7 +208,8 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
         return;
     }
 #endif
-    if (order != ROW_MAJOR || m > FEW_VECTORS) {
+    /* A matrix-vector product of no numbers may leave what lies there. */
+    if (order != ROW_MAJOR || m > FEW_VECTORS || k == 0) {
         sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
         return;
     }

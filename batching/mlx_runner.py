@@ -12,7 +12,7 @@ from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
 from mlxd.batching.device import on_cpu
-from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
+from mlxd.batching.mlx_step import Launch, LaunchedForward, MlxStep, StepClock
 from mlxd.batching.parameters import main_dtype
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
 from mlxd.batching.prefill import Prefill
@@ -150,13 +150,13 @@ class MlxRunner:
             self._scrub(plan.scrub)
             self._restore(plan.restored)
             if prefill_first:
-                roots, second_at = self._run_prefill(plan.prefill, replaces_pools), time.perf_counter()
+                forwards, second_at = self._run_prefill(plan.prefill, replaces_pools), time.perf_counter()
                 draw, compiled = self._decode(plan.decode, replaces_pools)
             else:
                 (draw, compiled), second_at = self._decode(plan.decode, replaces_pools), time.perf_counter()
-                roots = self._run_prefill(plan.prefill, replaces_pools)
+                forwards = self._run_prefill(plan.prefill, replaces_pools)
         launch = Launch(begun_at, second_at, time.perf_counter(), self.step.num_traces > num_traces)
-        step = MlxStep(self._clock, launch, plan, draw, roots, compiled, prefill_first=prefill_first)
+        step = MlxStep(self._clock, launch, plan, draw, forwards, compiled, prefill_first=prefill_first)
         self._launched = step if self._keeps_pools else None
         return step
 
@@ -214,12 +214,12 @@ class MlxRunner:
         self._evaluate(draw.arrays, replaces_pools)
         return draw, compiled
 
-    def _run_prefill(self, chunks: Sequence[PrefillChunk], replaces_pools: bool) -> list[mx.array]:
-        roots: list[mx.array] = []
+    def _run_prefill(self, chunks: Sequence[PrefillChunk], replaces_pools: bool) -> list[LaunchedForward]:
+        launched: list[LaunchedForward] = []
         for root in self._prefill.forwards(chunks, self._writer, together=self.info.max_batch > 1):
             self._evaluate([root], replaces_pools)
-            roots.append(root)
-        return roots
+            launched.append(LaunchedForward(root, time.perf_counter()))
+        return launched
 
     def trace(self, num_rows: int, widths: Sequence[int], sampling: SamplingParams) -> float:
         """Run a step of idle rows, which compiles its bucket where it was not yet; seconds it took.

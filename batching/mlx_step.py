@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -23,7 +24,7 @@ class StepClock:
             a few operations wait. What is then waited for was there before the next step was launched.
         done_at: when the latest step came that had to be waited for. One that was there already when it was
             asked for says nothing of when it came.
-        decode_s: of the latest step that decoded alone.
+        decode_s: of the latest step that decoded alone and had to be waited for.
     """
 
     launch_blocks: bool
@@ -45,6 +46,16 @@ class Launch:
     traced: bool = False
 
 
+class LaunchedForward(NamedTuple):
+    """A prefill forward: a scalar that stands for all that it writes, and when it was launched.
+
+    The first of a step runs while the others are built.
+    """
+
+    root: mx.array
+    at: float
+
+
 class MlxStep:
     """A launched step: what to wait for, and how long it took."""
 
@@ -54,7 +65,7 @@ class MlxStep:
         launch: Launch,
         plan: StepPlan,
         draw: Draw | None,
-        roots: list[mx.array],
+        forwards: list[LaunchedForward],
         compiled: bool,
         *,
         prefill_first: bool = False,
@@ -63,14 +74,14 @@ class MlxStep:
         Args:
             clock: of its runner.
             draw: what it samples, if it decodes.
-            roots: one scalar a prefill forward, which stands for all that the forward writes.
+            forwards: of its prefill.
             prefill_first: whether decoding is its second part.
         """
         self.plan = plan
         self._clock = clock
         self._launch = launch
         self._draw = draw
-        self._roots = roots
+        self._forwards = forwards
         self._compiled = compiled
         self._prefill_first = prefill_first
         self._result: StepResult | None = None
@@ -87,7 +98,8 @@ class MlxStep:
 
     def _wait(self) -> StepResult:
         begun = time.perf_counter()
-        parts: list[Sequence[mx.array]] = [() if self._draw is None else self._draw.arrays, self._roots]
+        roots = [forward.root for forward in self._forwards]
+        parts: list[Sequence[mx.array]] = [() if self._draw is None else self._draw.arrays, roots]
         if self._prefill_first:
             parts.reverse()
         with allocating():
@@ -96,10 +108,10 @@ class MlxStep:
             mx.eval(*parts[1])
             done = time.perf_counter()
             rows = self._draw.results() if self._draw is not None else ()
-        self._roots.clear()
-        seconds = self._parts_s(begun, between, done)
-        decode_s, prefill_s = reversed(seconds) if self._prefill_first else seconds
-        if not self.plan.prefill and not self._launch.traced:
+        decode_s, prefill_s = self._parts_s(begun, between, done)
+        self._forwards.clear()
+        decodes_alone = self._draw is not None and not self.plan.prefill
+        if decodes_alone and not self._launch.traced and done - begun > _AT_ONCE_S:
             self._clock.decode_s = decode_s
         return StepResult(
             rows=rows,
@@ -110,27 +122,39 @@ class MlxStep:
         )
 
     def _parts_s(self, begun: float, between: float, done: float) -> tuple[float, float]:
-        """Seconds of the first part and of the second, from when the wait began and when each was there.
+        """Seconds of decoding and of prefill, from when the wait began and when each part was there.
 
-        The device runs one step after another, so a part begins where the one before it ended. Where nobody
-        saw that, a first part that decodes took as long as it takes alone, and prefill has the rest. Where
-        launching blocks, a part takes what launching and waiting for it take.
+        The device runs one step after another, so a part begins where the one before it ended, prefill not
+        before its first forward was launched. A part that is alone has all. Where launching blocks, a part
+        takes what launching and waiting for it take.
         """
         launch, before = self._launch, self._clock.done_at
         if done - begun > _AT_ONCE_S:
             self._clock.done_at = done
         if self._clock.launch_blocks:
-            return (
-                launch.second_at - launch.begun_at + between - begun,
-                launch.returned_at - launch.second_at + done - between,
-            )
-        has_first = bool(self.plan.prefill) if self._prefill_first else self._draw is not None
-        if not has_first:
-            return 0.0, done - max(launch.returned_at, before)
-        start = max(launch.second_at, before)
+            first_s = launch.second_at - launch.begun_at + between - begun
+            second_s = launch.returned_at - launch.second_at + done - between
+            return (second_s, first_s) if self._prefill_first else (first_s, second_s)
+        prefill_at = self._forwards[0].at if self._forwards else launch.returned_at
+        if self._draw is None or not self._forwards:
+            alone_s = done - max(prefill_at, before)
+            return alone_s, alone_s
         if self._prefill_first:
             decode_s = done - between
-            return between - start, decode_s if decode_s > _AT_ONCE_S else 0.0
-        if self.plan.prefill and between - begun <= _AT_ONCE_S:
-            between = min(between, max(start + self._clock.decode_s, launch.returned_at))
+            return decode_s if decode_s > _AT_ONCE_S else 0.0, between - max(prefill_at, before)
+        start = max(launch.second_at, before)
+        if between - begun <= _AT_ONCE_S:
+            sees_prefill = done - between > _AT_ONCE_S
+            between = self._unseen_end(start, max(start, prefill_at), between, sees_prefill=sees_prefill)
         return between - start, done - between
+
+    def _unseen_end(self, start: float, earliest: float, latest: float, *, sees_prefill: bool) -> float:
+        """When decoding ended, which began at `start` and was there when somebody looked, at `latest`.
+
+        It took as long as it takes alone, if that may be; else as long as it may have, or nothing where prefill
+        was there, too: told too short, prefill would fill the steps to come.
+        """
+        ended = max(start + self._clock.decode_s, earliest)
+        if ended <= latest:
+            return ended
+        return latest if sees_prefill else earliest

@@ -21,18 +21,20 @@ class Padding:
     """Has forwards come in few shapes, where attention is planned anew for each.
 
     Lengths are whole pages; where there is a history, which makes each start another shape, a power of two of
-    them. Rows are a power of two.
+    them. Rows are a power of two. No position is past the last one a row may reach, of which a model may know
+    no more.
     """
 
     page_size: int
     chunk: int
+    max_model_len: int
 
     def length(self, num_tokens: int, start: int) -> int:
-        """Tokens of a forward that computes so many, at most a chunk."""
+        """Tokens of a forward that computes so many from `start` on, at most a chunk."""
         pages = -(-num_tokens // self.page_size)
         if start:
             pages = 1 << (pages - 1).bit_length()
-        return min(pages * self.page_size, max(self.chunk, num_tokens))
+        return min(pages * self.page_size, max(self.chunk, num_tokens), self.max_model_len - start)
 
     def rows(self, num_rows: int) -> int:
         """Rows of a forward of so many."""
@@ -96,7 +98,7 @@ class Prefill:
         self._specs = [group.spec for group in memory.groups]
         self._layer_groups = layer_groups
         self._chunk = memory.chunk
-        self._padding = Padding(memory.page_size, memory.chunk)
+        self._padding = Padding(memory.page_size, memory.chunk, memory.max_model_len)
         self._may_pad = not any(spec.state_bytes for spec in self._specs)
         self._maintained = [m for cache in caches if (m := cache.prefill_maintenance) is not None]
 

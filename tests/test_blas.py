@@ -106,6 +106,26 @@ def test_a_row_is_summed_in_one_order_whether_it_is_alone_or_not() -> None:
     run("ensure_blas()" + ORDER)
 
 
+NOTHING = """
+import ctypes, itertools, math
+multiply = ctypes.CDLL(None).cblas_sgemm
+orders = itertools.product((101, 102), (111, 112), (111, 112))
+for m, n, (order, a_turned, b_turned), (beta, was, expected) in itertools.product(
+    (1, 3, 4, 9), (1, 16), orders, ((0, math.nan, 0), (2, 3, 6))
+):
+    c = (ctypes.c_float * (m * n))(*[was] * (m * n))
+    numbers = ctypes.byref(ctypes.c_float(math.nan))
+    factors = ctypes.c_float(1), ctypes.c_float(beta)
+    ldc = n if order == 101 else m
+    multiply(order, a_turned, b_turned, m, n, 0, factors[0], numbers, 16, numbers, 16, factors[1], c, ldc)
+    assert list(c) == [expected] * (m * n), (m, n, order, a_turned, b_turned, beta)
+"""
+
+
+def test_a_product_of_no_numbers_is_zero() -> None:
+    run("ensure_blas()" + NOTHING)
+
+
 def test_products_are_several_times_faster_than_without() -> None:
     slow, fast = (_seconds(setting) for setting in ("off", ""))
     assert fast < slow / 4

@@ -11,6 +11,9 @@ from mlxd.batching.prefill import Padding, cohorts
 from mlxd.batching.row import Row
 from mlxd.caches.quantization import Quantization
 
+MOST = 1001
+"""Positions of a row."""
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cohort_stores_what_its_rows_store_one_by_one(family: str) -> None:
@@ -65,22 +68,25 @@ def test_which_chunks_share_a_forward(lengths: list[int], padded: bool, expected
 def test_rows_that_are_padding_count_as_tokens_of_a_chunk(
     lengths: list[int], expected: list[list[int]]
 ) -> None:
-    chunk = 64
-    formed = cohorts([chunk_of(n) for n in lengths], chunk, padded=True, padding=Padding(PAGE, chunk))
+    chunk, padding = 64, Padding(PAGE, 64, MOST)
+    formed = cohorts([chunk_of(n) for n in lengths], chunk, padded=True, padding=padding)
     assert [[chunk.num_tokens for chunk in cohort] for cohort in formed] == expected
 
 
 @pytest.mark.parametrize(("num_rows", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
 def test_padded_forwards_have_few_numbers_of_rows(num_rows: int, padded: int) -> None:
-    assert Padding(page_size=4, chunk=48).rows(num_rows) == padded
+    assert Padding(page_size=4, chunk=48, max_model_len=MOST).rows(num_rows) == padded
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "start", "length"),
-    [(1, 0, 4), (4, 0, 4), (9, 0, 12), (48, 0, 48), (1, 48, 4), (9, 48, 16), (33, 48, 48), (48, 48, 48)],
+    [
+        *((1, 0, 4), (4, 0, 4), (9, 0, 12), (48, 0, 48), (1, 48, 4), (9, 48, 16), (33, 48, 48), (48, 48, 48)),
+        *((41, MOST - 42, 42), (1, MOST - 2, 2)),
+    ],
 )
 def test_padded_forwards_have_few_lengths(num_tokens: int, start: int, length: int) -> None:
-    assert Padding(page_size=4, chunk=48).length(num_tokens, start) == length
+    assert Padding(page_size=4, chunk=48, max_model_len=MOST).length(num_tokens, start) == length
 
 
 def test_a_chunk_with_history_goes_alone() -> None:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlxd.batching import mlx_step
-from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
+from mlxd.batching.mlx_step import Launch, LaunchedForward, MlxStep, StepClock
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RowResult, StepPlan
 from mlxd.batching.row import Row
 from mlxd.batching.sampling_params import SamplingParams
@@ -31,9 +31,16 @@ def parts(
     launch: Sequence[float],
     waits: Sequence[float],
     prefill_first: bool = False,
+    forwards_at: Sequence[float] = (),
 ) -> tuple[float, float]:
-    """`waits`: when the wait begins, when the first part is there, when the second one is."""
+    """
+    Args:
+        waits: when the wait begins, when the first part is there, when the second one is.
+        forwards_at: when each prefill forward was launched; where none is said, when that of prefill returned.
+    """
     times = iter(waits)
+    last_at = launch[1] if prefill_first else launch[2]
+    forwards_at = (forwards_at or (last_at,)) if plan.prefill else ()
     patch.setattr(mlx_step.time, "perf_counter", lambda: next(times))
     draw = NoDraw() if plan.decode else None
     step = MlxStep(
@@ -41,7 +48,7 @@ def parts(
         Launch(*launch),
         plan,
         draw,  # type: ignore[arg-type]
-        [],
+        [LaunchedForward(mx.array(0), at) for at in forwards_at],
         compiled=False,
         prefill_first=prefill_first,
     )
@@ -112,11 +119,68 @@ def test_a_step_that_was_there_before_it_was_asked_for_does_not_say_when_it_ende
 
 
 @pytest.mark.parametrize(
+    ("plan", "prefill_first", "waits", "expected"),
+    [
+        pytest.param(CHUNKS, False, (40, 40, 45), (0, 33), id="no decode there"),
+        pytest.param(MIXED, True, (40, 45, 46), (1, 33), id="before decoding"),
+        pytest.param(MIXED, False, (40, 40, 45), (1, 33), id="after decoding that nobody saw end"),
+        pytest.param(MIXED, False, (40, 42, 45), (31, 3), id="after decoding"),
+    ],
+)
+def test_prefill_begins_when_the_first_of_its_forwards_was_launched(
+    plan: StepPlan,
+    prefill_first: bool,
+    waits: tuple[float, float, float],
+    expected: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others are built while that one runs, so that their launch is part of the time."""
+    launch, forwards_at = (10, 11, 30), (12, 21, 30)
+    found = parts(monkeypatch, StepClock(False), plan, launch, waits, prefill_first, forwards_at)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [
+        pytest.param((41, 41, 41), (0, 30), id="prefill was there, too"),
+        pytest.param((41, 41, 45), (30, 4), id="prefill was not"),
+    ],
+)
+def test_prefill_is_not_told_to_take_no_time_where_decoding_is_thought_to_take_longer(
+    waits: tuple[float, float, float], expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps would be filled with prefill, and rows that decode wait for all of it."""
+    clock = StepClock(launch_blocks=False, decode_s=50)
+    assert parts(monkeypatch, clock, MIXED, (10, 11, 11), waits) == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "waits", "known_s"),
+    [
+        pytest.param(DECODES, (12, 15, 15), 4, id="it was waited for"),
+        pytest.param(DECODES, (90, 90, 90), 7, id="it was there when somebody looked"),
+        pytest.param(StepPlan(1), (12, 15, 15), 7, id="nothing was computed"),
+        pytest.param(MIXED, (12, 15, 18), 7, id="not alone"),
+    ],
+)
+def test_how_long_decoding_takes_alone_is_known_from_steps_that_decode_alone_and_are_waited_for(
+    plan: StepPlan,
+    waits: tuple[float, float, float],
+    known_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = StepClock(launch_blocks=False, decode_s=7)
+    parts(monkeypatch, clock, plan, (10, 11, 11), waits)
+    assert clock.decode_s == known_s
+
+
+@pytest.mark.parametrize(
     ("plan", "launch_blocks", "expected"),
     [
         pytest.param(MIXED, False, (4, 10), id="a device beside the host"),
         pytest.param(DECODES, False, (13, 0), id="no prefill there"),
-        pytest.param(CHUNKS, False, (0, 10), id="no decode there"),
+        pytest.param(CHUNKS, False, (0, 14), id="no decode there"),
         pytest.param(MIXED, True, (5, 2), id="launching blocks"),
     ],
 )
