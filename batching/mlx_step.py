@@ -151,8 +151,8 @@ class MlxStep:
     def _unseen_end(self, start: float, earliest: float, latest: float, *, sees_prefill: bool) -> float:
         """When decoding ended, which began at `start` and was there when somebody looked, at `latest`.
 
-        It took as long as it takes alone, if that may be; else as long as it may have, or nothing where prefill
-        was there, too: told too short, prefill would fill the steps to come.
+        It took as long as it takes alone, if that may be; else as long as it may have, or nothing where
+        prefill was there, too: told too short, prefill would fill the steps to come.
         """
         ended = max(start + self._clock.decode_s, earliest)
         if ended <= latest:

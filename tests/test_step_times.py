@@ -36,7 +36,7 @@ def parts(
     """
     Args:
         waits: when the wait begins, when the first part is there, when the second one is.
-        forwards_at: when each prefill forward was launched; where none is said, when that of prefill returned.
+        forwards_at: when each prefill forward was launched; one, after its part, where none is said.
     """
     times = iter(waits)
     last_at = launch[1] if prefill_first else launch[2]
