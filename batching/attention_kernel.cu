@@ -26,6 +26,9 @@ struct Columns {
 
   __device__ bool hold(int column) const { return column >= begin && column < end; }
 
+  // Whether it lies in its page already, which the last does not.
+  __device__ bool hold_written(int column) const { return column >= begin && column < end - 1; }
+
   __device__ bool hold_last() const { return first_tile < last_tile && last_tile * kTile >= end; }
 };
 
@@ -95,6 +98,22 @@ struct Sums {
   }
 };
 
+// As few stores as there can be: N numbers fill at most 16 bytes, or a whole number of those.
+template <typename T, int N>
+__device__ inline void store(T* to, const float (&numbers)[N], float by) {
+  constexpr int kTogether = N * sizeof(T) > 16 ? 16 / sizeof(T) : N;
+  struct alignas(kTogether * sizeof(T)) Together {
+    T numbers[kTogether];
+  };
+#pragma unroll
+  for (int i = 0; i < N; i += kTogether) {
+    Together together;
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) together.numbers[j] = static_cast<T>(numbers[i + j] * by);
+    *reinterpret_cast<Together*>(to + i) = together;
+  }
+}
+
 // Where sums become the attention itself, [rows, heads, value_dim]. sinks: a logit a head that takes weight alone.
 template <typename T, typename Sink, bool SINKS>
 struct Whole {
@@ -110,9 +129,7 @@ struct Whole {
       by = exp2f(top - next);
       total = total * by + exp2f(sink - next);
     }
-    T* to = out + (static_cast<size_t>(row) * num_heads + head) * value_dim + dim;
-#pragma unroll
-    for (int i = 0; i < N; i++) to[i] = static_cast<T>(numbers[i] * by / total);
+    store(out + (static_cast<size_t>(row) * num_heads + head) * value_dim + dim, numbers, by / total);
   }
 };
 
@@ -127,13 +144,12 @@ struct Part {
     const size_t at = (static_cast<size_t>(row) * num_heads + head) * gridDim.x + blockIdx.x;
     if (dim == 0) stats[2 * at] = top, stats[2 * at + 1] = total;
     if (total == 0) return;  // nobody reads them
-#pragma unroll
-    for (int i = 0; i < N; i++) sums[at * value_dim + dim + i] = numbers[i];
+    store(sums + at * value_dim + dim, numbers, 1);
   }
 };
 
-// One lane's words of 8 query heads and of a tile of columns, and what is made of them.
-template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int WARPS>
+// One lane's words of 8 query heads and of DEPTH tiles of columns, and what is made of them.
+template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int WARPS, int DEPTH>
 struct Lane {
   static constexpr int kPerWord = 4 / sizeof(T);
   static constexpr int kKeyChunk = 16 * kPerWord;  // what 4 lanes load, 4 words each
@@ -145,51 +161,77 @@ struct Lane {
 
   const int lane, warp, g, t;
   uint32_t query[kKeyChunks][4];
-  uint32_t key[2][kKeyChunks][4];
-  uint32_t value[kValueChunks][4][kWords];
+  uint32_t key[DEPTH][2][kKeyChunks][4];
+  uint32_t value[DEPTH][kValueChunks][4][kWords];
   Sums<VALUE_DIM / 16> sums;
 
   __device__ Lane() : lane(threadIdx.x % kLanes), warp(threadIdx.x / kLanes), g(lane / 4), t(lane % 4) {
     sums.clear();
   }
 
-  // queries: [count, KEY_DIM].
-  __device__ void load_queries(const T* queries, int count) {
+  // queries: [8, KEY_DIM].
+  __device__ void load_queries(const T* queries) {
     const T* from = queries + g * KEY_DIM + t * 4 * kPerWord;
 #pragma unroll
-    for (int c = 0; c < kKeyChunks; c++) load(query[c], from + c * kKeyChunk, g < count);
+    for (int c = 0; c < kKeyChunks; c++) load(query[c], from + c * kKeyChunk, true);
   }
 
   // cell: of the tile's first column.
-  template <typename Keys, typename Values>
-  __device__ void load_tile(const Keys& keys, const Values& values, size_t cell, int column, const Columns& columns) {
+  template <typename Keys>
+  __device__ void load_keys(int slot, const Keys& keys, size_t cell, int column, const Columns& columns) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int j = g + 8 * i;
 #pragma unroll
       for (int c = 0; c < kKeyChunks; c++) {
-        keys.load(key[i][c], cell + j, c * kKeyChunk + t * 4 * kPerWord, columns.hold(column + j));
+        keys.load(key[slot][i][c], cell + j, c * kKeyChunk + t * 4 * kPerWord, columns.hold_written(column + j));
       }
     }
+  }
+
+  template <typename Values>
+  __device__ void load_values(int slot, const Values& values, size_t cell, int column, const Columns& columns) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int j = Weighing<T>::column(i, t);
 #pragma unroll
       for (int c = 0; c < kValueChunks; c++) {
-        values.load(value[c][i], cell + j, c * kValueChunk + g * kMine, columns.hold(column + j));
+        values.load(value[slot][c][i], cell + j, c * kValueChunk + g * kMine, columns.hold_written(column + j));
       }
     }
   }
 
-  __device__ void attend(int column, const Columns& columns, float scale, float cap) {
-    float scores[4] = {0, 0, 0, 0};
+  // The new position, j-th of a tile, from the first cells of these.
+  template <typename Keys, typename Values>
+  __device__ void load_new(int slot, const Keys& keys, const Values& values, int j) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (g + 8 * i != j) continue;
+#pragma unroll
+      for (int c = 0; c < kKeyChunks; c++) keys.load(key[slot][i][c], 0, c * kKeyChunk + t * 4 * kPerWord, true);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (Weighing<T>::column(i, t) != j) continue;
+#pragma unroll
+      for (int c = 0; c < kValueChunks; c++) values.load(value[slot][c][i], 0, c * kValueChunk + g * kMine, true);
+    }
+  }
+
+  __device__ void multiply_keys(int slot, const T* queries, float (&scores)[4]) {
+#ifdef SHQ
+    load_queries(queries);
+#endif
 #pragma unroll
     for (int i = 0; i < 2 * kKeyChunks; i++) {
       const int c = i / 2, j = i % 2 * 2;
-      const uint32_t a[4] = {key[0][c][j], key[1][c][j], key[0][c][j + 1], key[1][c][j + 1]};
+      const uint32_t a[4] = {key[slot][0][c][j], key[slot][1][c][j], key[slot][0][c][j + 1], key[slot][1][c][j + 1]};
       const uint32_t b[2] = {query[c][j], query[c][j + 1]};
       mma(scores, a, b, T());
     }
+  }
+
+  __device__ void add_values(int slot, int column, const Columns& columns, float scale, float cap, float (&scores)[4]) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const float score = cap ? cap * tanhf(scores[r] * scale / cap) : scores[r] * scale;
@@ -199,7 +241,7 @@ struct Lane {
     uint32_t turned[4];
     Weighing<T>::turn(scores, g, t, turned);
 #pragma unroll
-    for (int c = 0; c < kValueChunks; c++) Weighing<T>::add(sums.out, c * kMine / 2, value[c], turned);
+    for (int c = 0; c < kValueChunks; c++) Weighing<T>::add(sums.out, c * kMine / 2, value[slot][c], turned);
   }
 
   // All warps' sums into those of the first.
@@ -211,7 +253,7 @@ struct Lane {
       if (warp >= half && warp < 2 * half) sums.store(&shared[warp - half][lane]);
       __syncthreads();
       if (warp < half) sums.add(&shared[warp][lane]);
-      __syncthreads();
+      if (half > 1) __syncthreads();
     }
   }
 
@@ -233,43 +275,82 @@ struct Lane {
 // grid: (parts, KV heads * blocks of their query heads, rows), WARPS warps a block.
 //
 // queries: heads of [rows, KV heads * GROUP].  key, value: of the new position, heads or cells of [rows, KV heads].
-// keys, values: cells of [pages, KV heads, PAGE]; every block that reads the new position's column writes it first.
+// keys, values: cells of [pages, KV heads, PAGE]; blocks whose part holds the new position's column write it there.
 // table: [rows, width], pages of a row in order.  last: [rows], column of the new position.
 // scale: of scores.  cap: scores become cap * tanh(score / cap), where it is not 0.
-template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int WARPS, typename Queries, typename Key,
-          typename Value, typename Keys, typename Values, typename Result>
+template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int WARPS, int DEPTH, typename Queries,
+          typename Key, typename Value, typename Keys, typename Values, typename Result>
 __device__ void attend(Queries queries, Key key, Value value, Keys keys, Values values, const int32_t* table,
                        int width, const int32_t* last, int window, int shortest, float scale, float cap,
                        Result result) {
   static_assert(PAGE % kTile == 0, "a tile lies in one page");
-  constexpr int kBlocks = (GROUP + kHeads - 1) / kHeads;
+  constexpr int kBlocks = (GROUP + kHeads - 1) / kHeads, kThreads = WARPS * kLanes;
   const int row = blockIdx.z, kv_heads = gridDim.y / kBlocks, kv_head = blockIdx.y / kBlocks;
   const int first_head = blockIdx.y % kBlocks * kHeads, count = min(kHeads, GROUP - first_head);
-  const Columns columns(last[row], window, shortest);
-  const int32_t* pages = table + static_cast<size_t>(row) * width;
 
+  alignas(16) __shared__ T shared_queries[kHeads * KEY_DIM];
+  alignas(16) __shared__ T shared_key[KEY_DIM];
+  alignas(16) __shared__ T shared_value[VALUE_DIM];
+  const auto share = queries.template share<KEY_DIM, kHeads, kThreads>(row, kv_head * GROUP + first_head, count);
+  const NewCell<Key, KEY_DIM, kThreads> new_key(key, shared_key, row, kv_head, kv_heads);
+  const NewCell<Value, VALUE_DIM, kThreads> new_value(value, shared_value, row, kv_head, kv_heads);
+
+  const int32_t* pages = table + static_cast<size_t>(row) * width;
+  Lane<T, GROUP, KEY_DIM, VALUE_DIM, WARPS, DEPTH> mine;
+#ifdef GUESS
+  const int guess = pages[min(mine.warp * kTile / PAGE, width - 1)];
+#endif
+  const Columns columns(last[row], window, shortest);
+  const int new_column = columns.end - 1, new_page = columns.hold_last() ? pages[new_column / PAGE] : 0;
   const auto cell = [&](int page, int column) {
     return (static_cast<size_t>(page) * kv_heads + kv_head) * PAGE + column % PAGE;
   };
-  if (columns.hold_last()) {
-    const size_t at = cell(pages[last[row] / PAGE], last[row]);
-    keys.take(at, key, row, kv_head, kv_heads);
-    values.take(at, value, row, kv_head, kv_heads);
-  }
-  alignas(16) __shared__ T shared[kHeads * KEY_DIM];
-  queries.template copy<KEY_DIM>(shared, row, kv_head * GROUP + first_head, count);
-  __syncthreads();
 
-  Lane<T, GROUP, KEY_DIM, VALUE_DIM, WARPS> mine;
-  mine.load_queries(shared, count);
-  int tile = columns.first_tile + mine.warp;
+  int tile = columns.first_tile + mine.warp;  // the next that is not loaded
+#ifdef GUESS
+  int page = window || gridDim.x > 1 ? tile < columns.last_tile ? pages[tile * kTile / PAGE] : 0 : guess;
+#else
   int page = tile < columns.last_tile ? pages[tile * kTile / PAGE] : 0;
-  while (tile < columns.last_tile) {
-    const int column = tile * kTile;
-    mine.load_tile(keys, values, cell(page, column), column, columns);
+#endif
+#pragma unroll
+  for (int slot = 0; slot < DEPTH; slot++) {
+    mine.load_keys(slot, keys, cell(page, tile * kTile), tile * kTile, columns);
+    mine.load_values(slot, values, cell(page, tile * kTile), tile * kTile, columns);
     tile += WARPS;
-    if (tile < columns.last_tile) page = pages[tile * kTile / PAGE];
-    mine.attend(column, columns, scale, cap);
+    page = tile < columns.last_tile ? pages[tile * kTile / PAGE] : 0;
+  }
+
+  share.store(shared_queries);
+  new_key.store();
+  new_value.store();
+  __syncthreads();
+  if (columns.hold_last()) {
+    keys.take(cell(new_page, new_column), new_key.cells);
+    values.take(cell(new_page, new_column), new_value.cells);
+  }
+#ifndef SHQ
+  mine.load_queries(shared_queries);
+#endif
+  for (int current = columns.first_tile + mine.warp; current < columns.last_tile;) {
+#pragma unroll
+    for (int slot = 0; slot < DEPTH; slot++) {
+      if (DEPTH > 1 && current >= columns.last_tile) break;
+      if (current == new_column / kTile) mine.load_new(slot, new_key.cells, new_value.cells, new_column % kTile);
+      const size_t next = cell(page, tile * kTile);
+      const bool is_next = tile < columns.last_tile;
+      float scores[4] = {0, 0, 0, 0};
+      mine.multiply_keys(slot, shared_queries, scores);
+#ifndef LATE
+      if (is_next) mine.load_keys(slot, keys, next, tile * kTile, columns);
+#endif
+      mine.add_values(slot, current * kTile, columns, scale, cap, scores);
+#ifdef LATE
+      if (is_next) mine.load_keys(slot, keys, next, tile * kTile, columns);
+#endif
+      if (is_next) mine.load_values(slot, values, next, tile * kTile, columns);
+      current += WARPS, tile += WARPS;
+      if (tile < columns.last_tile) page = pages[tile * kTile / PAGE];
+    }
   }
   mine.join_warps();
   if (mine.warp == 0) mine.write(row, kv_head, kv_heads, first_head, result);
