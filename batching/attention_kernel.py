@@ -17,13 +17,17 @@ from mlxd.caches.quantization import Quantization
 Launch = Callable[..., list[mx.array]]
 _Extent = tuple[int, int, int]
 
-_FILES = ("warp_products.cu", "rotary_heads.cu", "page_cells.cu", "attention_kernel.cu")
+_FILES = (
+    "warp_products.cu",
+    "weighted_sums.cu",
+    "rotary_heads.cu",
+    "page_cells.cu",
+    "attention_kernel.cu",
+)
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 _WIDTH_STEP = 32
 _PACKED_WIDTH_STEP = 64
 _WIDEST = 256
-import os
-_DEPTH = int(os.environ.get("DEPTH","1"))
 _TILE = 16
 """Columns that a warp takes at once, `kTile` of the source; pages are whole tiles."""
 _HEADS_OF_BLOCK = 8
@@ -170,7 +174,6 @@ def _template(case: KernelCase) -> list[tuple[str, Any]]:
         ("VALUE_DIM", case.value_dim),
         ("PAGE", case.page_size),
         ("WARPS", case.warps),
-        ("DEPTH", _DEPTH),
         ("WINDOW", case.window or 0),
         ("SHORTEST", _SHORTEST_PART // _TILE),
         ("SCALE", _bits(case.scale)),
@@ -188,7 +191,7 @@ def _bits(number: float) -> int:
 
 
 _ATTEND = """
-  mlxd::attend<T, GROUP, KEY_DIM, VALUE_DIM, PAGE, WARPS, DEPTH>(
+  mlxd::attend<T, GROUP, KEY_DIM, VALUE_DIM, PAGE, WARPS>(
       {queries}, {key}, {value}, {keys}, {values}, table, table_shape[1], last, WINDOW, SHORTEST,
       __int_as_float(SCALE), __int_as_float(CAP), {result});
 """
