@@ -10,29 +10,45 @@ import mlx.nn as nn
 from mlxd.batching.activation import install_activations
 from mlxd.batching.attention_kernel import KernelCase, attend_by_kernel, is_supported
 from mlxd.batching.attention_quantized import attend_packed_pages
+from mlxd.batching.chunk_kernel import KernelWriter
 from mlxd.batching.page_softmax import softmax_over_pages
 from mlxd.batching.rotation import Rotations, Turns
 from mlxd.caches.delayed_step import DelayedStandIn
 from mlxd.caches.packed import Packed
 from mlxd.caches.paged import PagedStandIn
-from mlxd.caches.paged_view import PagedView
+from mlxd.caches.paged_view import ChunkWriter, PagedView
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.quantized import QuantizedPrefill, QuantizedStandIn
 
 _SEAM = "scaled_dot_product_attention"
 
 
-class Gathered:
-    """Copies each row's pages out and leaves the rest to the model's own fused attention.
-
-    Needs no seam, so it serves every model whose attention takes a boolean mask.
+class _Variant:
+    """What a variant is unless it says otherwise.
 
     Attributes:
         keeps_pools: whether the pools stay the same arrays through a step, which MLX then holds until it ran.
+        writer: how prefill beside such steps writes without replacing them, where it can.
+    """
+
+    keeps_pools = False
+    writer: ChunkWriter | None = None
+
+    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
+        return False
+
+    def knowing(self, rotations: Rotations) -> Self:
+        """This variant for a step whose rotations are known."""
+        return self
+
+
+class Gathered(_Variant):
+    """Copies each row's pages out and leaves the rest to the model's own fused attention.
+
+    Needs no seam, so it serves every model whose attention takes a boolean mask.
     """
 
     name = "gathered"
-    keeps_pools = False
 
     def fetch(self, keys: mx.array, values: mx.array, view: PagedView) -> tuple[mx.array, mx.array]:
         """Returns [B, n_kv_heads, T * page_size, head_dim] of each, a copy of all columns, valid or not."""
@@ -41,13 +57,6 @@ class Gathered:
 
     def mask(self, view: PagedView) -> mx.array | None:
         return view.valid[:, None, None, :]
-
-    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
-        return False
-
-    def knowing(self, rotations: Rotations) -> Self:
-        """This variant for a step whose rotations are known."""
-        return self
 
 
 class Grouped(Gathered):
@@ -65,27 +74,19 @@ def _gather(pool: mx.array, rows: mx.array) -> mx.array:
     return pool.reshape(num_pages * heads, size, head_dim)[rows].reshape(batch, heads, width * size, head_dim)
 
 
-class InPlace:
+class InPlace(_Variant):
     """Reads pages where they lie: `mx.gather_mm` takes each row's pages by index, for scores and for values.
 
     The softmax runs over pages and columns together; partial value sums are added over pages.
     """
 
     name = "in_place"
-    keeps_pools = False
 
     def fetch(self, keys: mx.array, values: mx.array, view: PagedView) -> tuple[mx.array, mx.array]:
         return keys, values
 
     def mask(self, view: PagedView) -> mx.array | None:
         return None
-
-    def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
-        return False
-
-    def knowing(self, rotations: Rotations) -> Self:
-        """This variant for a step whose rotations are known."""
-        return self
 
     def attend(
         self,
@@ -144,6 +145,7 @@ class Kernel(InPlace):
 
     def __init__(self, cases: set[KernelCase] | None = None, rotations: Rotations | None = None) -> None:
         self.cases: set[KernelCase] = set() if cases is None else cases
+        self.writer: KernelWriter = KernelWriter()
         self._rotations = rotations or Rotations()
 
     def knowing(self, rotations: Rotations) -> Self:
@@ -228,9 +230,7 @@ def _format(pool: mx.array | Packed) -> tuple[mx.Dtype, Quantization | None]:
 
 DecodeVariant = Gathered | InPlace
 
-_VARIANTS: dict[str, type[DecodeVariant]] = {
-    variant.name: variant for variant in (Gathered, Grouped, InPlace, Kernel)
-}
+_VARIANTS: dict[str, type[DecodeVariant]] = {kind.name: kind for kind in (Gathered, Grouped, InPlace, Kernel)}
 
 
 def variant(name: str) -> DecodeVariant:

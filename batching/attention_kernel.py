@@ -1,20 +1,18 @@
 """Decode attention over pages by a CUDA kernel of our own: no mask, no copy, long rows divided."""
 
-import hashlib
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
+from mlxd.batching.cuda_kernel import Launch, bits_of, make_kernel
 from mlxd.batching.rotation import Rotary
 from mlxd.caches.paged_view import PagedView
 from mlxd.caches.quantization import Quantization
 
-Launch = Callable[..., list[mx.array]]
 _Extent = tuple[int, int, int]
 
 _FILES = (
@@ -165,7 +163,7 @@ def _launch(
 
 
 def _template(case: KernelCase) -> list[tuple[str, Any]]:
-    """Constants of the source; MLX takes integers and dtypes, so floats go as their bits."""
+    """Constants of the source."""
     return [
         ("T", case.dtype),
         ("SINK", case.sinks or case.dtype),
@@ -176,18 +174,13 @@ def _template(case: KernelCase) -> list[tuple[str, Any]]:
         ("WARPS", case.warps),
         ("WINDOW", case.window or 0),
         ("SHORTEST", _SHORTEST_PART // _TILE),
-        ("SCALE", _bits(case.scale)),
-        ("CAP", _bits(case.soft_cap or 0.0)),
+        ("SCALE", bits_of(case.scale)),
+        ("CAP", bits_of(case.soft_cap or 0.0)),
         ("BITS", case.quantization.bits if case.quantization else 0),
         ("SHARING", case.quantization.group_size if case.quantization else 0),
         ("ROTATED", case.rotary.dims if case.rotary else 0),
         ("NEIGHBOURS", int(case.rotary is not None and case.rotary.neighbours)),
     ]
-
-
-def _bits(number: float) -> int:
-    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
-    return bits
 
 
 _ATTEND = """
@@ -220,10 +213,7 @@ def source() -> str:
 
 @cache
 def kernel(role: str, *, with_sinks: bool = False, packed: bool = False, rotates: bool = False) -> Launch:
-    """One of the kernels: "whole" rows, a "part" of each, or the "join" of those.
-
-    MLX keeps what it compiled by name alone, also on disk, so the name holds a digest of the source.
-    """
+    """One of the kernels: "whole" rows, a "part" of each, or the "join" of those."""
     sinks = ("sinks",) if with_sinks else ()
     whole = _WHOLE.format(with_sinks=str(with_sinks).lower(), sinks="sinks" if with_sinks else "nullptr")
     read = _read(packed, rotates)
@@ -233,16 +223,7 @@ def kernel(role: str, *, with_sinks: bool = False, packed: bool = False, rotates
         "join": ((*_WRITTEN, *sinks), ("out",), _JOIN.format(result=whole)),
     }
     inputs, outputs, body = names[role]
-    digest = hashlib.blake2b((source() + body).encode(), digest_size=8).hexdigest()
-    made = mx.fast.cuda_kernel(
-        name=f"mlxd_{role}_{digest}",
-        input_names=inputs,
-        output_names=outputs,
-        header=source(),
-        source=body,
-        ensure_row_contiguous=False,  # what a step computed is read at its strides; all else is contiguous
-    )
-    return cast(Launch, made)
+    return make_kernel(role, inputs, outputs, source(), body)
 
 
 def _read(packed: bool, rotates: bool) -> tuple[str, ...]:

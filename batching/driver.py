@@ -17,9 +17,13 @@ class Driver:
     With `pipelined` a step is launched before the one before it is read, as the engine does.
     """
 
-    def __init__(self, runner: Runner, memory: MemoryPlan, *, pipelined: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, memory: MemoryPlan, *, pipelined: bool = False, chunk: int | None = None
+    ) -> None:
+        """`chunk`: tokens of a prompt's chunks where they are shorter than the plan's; whole pages."""
         self._runner = runner
         self._memory = memory
+        self._chunk = memory.chunk if chunk is None else chunk
         self.pools = [PagePool(group.num_pages) for group in memory.groups]
         self.rows: list[Row] = []
         self._pipelined = pipelined
@@ -89,7 +93,7 @@ class Driver:
         start, last = self._computed[row.row_id], len(row.prompt) - 1
         if self._drawn[row.row_id] or start >= last:
             return None
-        end = min(last, start + self._memory.chunk)
+        end = min(last, start + self._chunk)
         self._grow(row, start, end)
         self._computed[row.row_id] = end
         return PrefillChunk(row, start, end, tuple(row.prompt[start:end]))

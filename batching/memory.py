@@ -123,9 +123,21 @@ def trial_lengths(memory: MemoryPlan) -> tuple[int, ...]:
     One crosses pages, a window where there is a short one, and the boundary where rows are packed on their
     way; one has half a page; one a single token, which needs no prefill.
     """
-    size = next((g.spec.page_size for g in memory.groups if not g.spec.state_bytes), _STATE_ONLY)
+    size = _trial_page(memory)
     windows = [g.spec.window for g in memory.groups if g.spec.window is not None]
     longest = min(memory.max_model_len - TRIAL_STEPS - 1, 3 * size, *(w + size // 2 for w in windows))
     if memory.boundary:
         longest = memory.boundary + size // 2
     return (max(2, longest), max(1, size // 2 + 1), 1)[: memory.max_rows]
+
+
+def trial_chunk(memory: MemoryPlan) -> int:
+    """Tokens of the self-test's chunks: of its prompts, two share a forward, and one goes on behind pages.
+
+    A page, but for rows that are packed on their way, whose prompts are longer than a chunk anyway.
+    """
+    return memory.chunk if memory.boundary else min(memory.chunk, _trial_page(memory))
+
+
+def _trial_page(memory: MemoryPlan) -> int:
+    return next((g.spec.page_size for g in memory.groups if not g.spec.state_bytes), _STATE_ONLY)

@@ -11,11 +11,11 @@ from mlxd.batching.allocation import allocating
 from mlxd.batching.attention import DecodeVariant, install_seam, variant
 from mlxd.batching.batch import Batch
 from mlxd.batching.decode import DecodeStep
-from mlxd.batching.device import on_cpu, plans_by_shape
+from mlxd.batching.device import on_cpu
 from mlxd.batching.mlx_step import Launch, MlxStep, StepClock
 from mlxd.batching.parameters import main_dtype
 from mlxd.batching.plan import DecodeEntry, PrefillChunk, RestoredPage, StepPlan
-from mlxd.batching.prefill import Padding, cohorts, prefill
+from mlxd.batching.prefill import Prefill
 from mlxd.batching.row import Row
 from mlxd.batching.runner import RunnerInfo
 from mlxd.batching.sampler_state import Draw
@@ -60,19 +60,18 @@ class MlxRunner:
             for layer, g in zip(layers, self._layer_groups, strict=True)
         ]
         self._storages = self._storages_by_group()
-        self._paths = [layer.path for layer in layers]
-        self._whole = Composite(self._caches, self._paths)
+        paths = [layer.path for layer in layers]
+        self._whole = Composite(self._caches, paths)
         self._page_arrays = [PageArrays(storages) for storages in self._storages]
         self._whole.signature()  # raises before any row runs where a kind cannot say what it is
-        self._may_pad = not any(group.spec.state_bytes for group in memory.groups)
-        self.step = DecodeStep(model, self._caches, self._paths, self._groups)
-        self._attention: dict[int, DecodeVariant] = {}
-        self._default_attention = variant("gathered")
+        self._prefill = Prefill(model, self._caches, paths, memory, self._layer_groups)
+        self.step = DecodeStep(model, self._caches, paths, self._groups)
         self._trace_bound_s = trace_bound_s
         self._trace_s = 0.0
         self._clock = StepClock(launch_blocks=on_cpu())
         self._launched: MlxStep | None = None
         install_seam(model)
+        self.set_attention("gathered")
         self.reset()
 
     def _storages_by_group(self) -> list[list[PageStorage]]:
@@ -119,6 +118,11 @@ class MlxRunner:
         """Choose the decode attention variant, by row bucket where they differ."""
         self._default_attention = variant(default)
         self._attention = {rows: variant(name) for rows, name in (by_rows or {}).items()}
+        variants = self._default_attention, *self._attention.values()
+        keep_pools = [chosen.keeps_pools for chosen in variants]
+        self._keeps_pools = any(keep_pools)
+        writer = self._default_attention.writer if all(keep_pools) else None
+        self._writer = writer if writer is not None and self._prefill.keeps_pools(writer) else None
 
     def describe(self, *, max_batch: int | None = None, compiled: bool | None = None, **notes: str) -> None:
         """Change what `info` says."""
@@ -136,31 +140,34 @@ class MlxRunner:
             IndexError: a row's position is outside its pages. Nothing was launched for it.
             OutOfMemoryError: part of it may have run; see `Runner.launch`.
         """
-        keeps_pools, num_traces = self._keeps_pools, self.step.num_traces
+        num_traces, prefill_first = self.step.num_traces, self._keeps_pools and self._writer is None
+        replaces_pools = plan.replaces_pages or (prefill_first and bool(plan.prefill))
         with allocating():
-            if keeps_pools and plan.writes_pages:
-                self._finish_launched()
             begun_at = time.perf_counter()
+            if (plan.prefill and self._prefill.evaluates) or not (plan.prefill or plan.decode):
+                self._finish_launched()  # pools are replaced before the step is built, or by a later one
             self._copy(plan.copies)
             self._scrub(plan.scrub)
             self._restore(plan.restored)
-            if keeps_pools:
-                roots, second_at = self._prefill(plan.prefill), time.perf_counter()
-                draw, compiled = self._decode(plan.decode)
+            if prefill_first:
+                roots, second_at = self._run_prefill(plan.prefill, replaces_pools), time.perf_counter()
+                draw, compiled = self._decode(plan.decode, replaces_pools)
             else:
-                (draw, compiled), second_at = self._decode(plan.decode), time.perf_counter()
-                roots = self._prefill(plan.prefill)
+                (draw, compiled), second_at = self._decode(plan.decode, replaces_pools), time.perf_counter()
+                roots = self._run_prefill(plan.prefill, replaces_pools)
         launch = Launch(begun_at, second_at, time.perf_counter(), self.step.num_traces > num_traces)
-        step = MlxStep(self._clock, launch, plan, draw, roots, compiled, prefill_first=keeps_pools)
-        self._launched = step if keeps_pools else None
+        step = MlxStep(self._clock, launch, plan, draw, roots, compiled, prefill_first=prefill_first)
+        self._launched = step if self._keeps_pools else None
         return step
 
-    @property
-    def _keeps_pools(self) -> bool:
-        return any(chosen.keeps_pools for chosen in (self._default_attention, *self._attention.values()))
+    def _evaluate(self, arrays: Sequence[mx.array], replaces_pools: bool) -> None:
+        """Begin to; where pools that are kept are replaced, once no step in flight holds them."""
+        if replaces_pools:
+            self._finish_launched()
+        mx.async_eval(*arrays)
 
     def _finish_launched(self) -> None:
-        """Wait for the step in flight, so that nothing but the caches holds the pools."""
+        """Wait for the step in flight, where it holds pools that are kept."""
         if self._launched is not None:
             self._launched.wait()
             self._launched = None
@@ -183,7 +190,7 @@ class MlxRunner:
             if pages:
                 arrays.write([page.page for page in pages], [page.payload for page in pages])
 
-    def _decode(self, entries: Sequence[DecodeEntry]) -> tuple[Draw | None, bool]:
+    def _decode(self, entries: Sequence[DecodeEntry], replaces_pools: bool) -> tuple[Draw | None, bool]:
         if not entries:
             return None, False
         # A graph is shared by all batches of its bucket; an eager step need not pay for idle rows.
@@ -204,19 +211,14 @@ class MlxRunner:
         )
         draw = sampling.commit(entries, drawn)
         self._batch.adopt(entries, draw)
-        mx.async_eval(*draw.arrays)
+        self._evaluate(draw.arrays, replaces_pools)
         return draw, compiled
 
-    def _prefill(self, chunks: Sequence[PrefillChunk]) -> list[mx.array]:
+    def _run_prefill(self, chunks: Sequence[PrefillChunk], replaces_pools: bool) -> list[mx.array]:
         roots: list[mx.array] = []
-        groups = [(index, group.spec) for index, group in enumerate(self._groups)]
-        may_pad = self._may_pad and self.info.max_batch > 1
-        pads = may_pad and plans_by_shape()
-        padding = Padding(self._memory.page_size, self._memory.chunk) if pads else None
-        places = self._caches, self._paths, groups, self._layer_groups
-        for cohort in cohorts(chunks, self._memory.chunk, padded=may_pad):
-            roots.append(prefill(self.model, *places, cohort, padding))
-            mx.async_eval(roots[-1])
+        for root in self._prefill.forwards(chunks, self._writer, together=self.info.max_batch > 1):
+            self._evaluate([root], replaces_pools)
+            roots.append(root)
         return roots
 
     def trace(self, num_rows: int, widths: Sequence[int], sampling: SamplingParams) -> float:

@@ -10,6 +10,9 @@ from mlxd.batching.allocation import allocating
 from mlxd.batching.plan import StepPlan, StepResult
 from mlxd.batching.sampler_state import Draw
 
+_AT_ONCE_S = 1e-4
+"""Whoever asks for what is there waits for no longer."""
+
 
 @dataclass(slots=True, eq=False)
 class StepClock:
@@ -18,11 +21,14 @@ class StepClock:
     Attributes:
         launch_blocks: a launch returns when nearly all of it was computed, as on the CPU, where MLX lets only
             a few operations wait. What is then waited for was there before the next step was launched.
-        done_at: when the latest step was there that was waited for.
+        done_at: when the latest step came that had to be waited for. One that was there already when it was
+            asked for says nothing of when it came.
+        decode_s: of the latest step that decoded alone.
     """
 
     launch_blocks: bool
     done_at: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,8 @@ class MlxStep:
         self._roots.clear()
         seconds = self._parts_s(begun, between, done)
         decode_s, prefill_s = reversed(seconds) if self._prefill_first else seconds
+        if not self.plan.prefill and not self._launch.traced:
+            self._clock.decode_s = decode_s
         return StepResult(
             rows=rows,
             decode_s=decode_s if self._draw is not None else 0.0,
@@ -104,16 +112,25 @@ class MlxStep:
     def _parts_s(self, begun: float, between: float, done: float) -> tuple[float, float]:
         """Seconds of the first part and of the second, from when the wait began and when each was there.
 
-        The device runs one step after another, so a part begins where the one before it ended. Where
+        The device runs one step after another, so a part begins where the one before it ended. Where nobody
+        saw that, a first part that decodes took as long as it takes alone, and prefill has the rest. Where
         launching blocks, a part takes what launching and waiting for it take.
         """
         launch, before = self._launch, self._clock.done_at
-        self._clock.done_at = done
+        if done - begun > _AT_ONCE_S:
+            self._clock.done_at = done
         if self._clock.launch_blocks:
             return (
                 launch.second_at - launch.begun_at + between - begun,
                 launch.returned_at - launch.second_at + done - between,
             )
-        start = max(launch.returned_at, before)
         has_first = bool(self.plan.prefill) if self._prefill_first else self._draw is not None
-        return between - start, done - (between if has_first else start)
+        if not has_first:
+            return 0.0, done - max(launch.returned_at, before)
+        start = max(launch.second_at, before)
+        if self._prefill_first:
+            decode_s = done - between
+            return between - start, decode_s if decode_s > _AT_ONCE_S else 0.0
+        if self.plan.prefill and between - begun <= _AT_ONCE_S:
+            between = min(between, max(start + self._clock.decode_s, launch.returned_at))
+        return between - start, done - between

@@ -78,9 +78,9 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.prefill)
 
     @property
-    def writes_pages(self) -> bool:
-        """Whether anything but decoding does."""
-        return bool(self.prefill or self.restored or any(self.copies) or any(self.scrub))
+    def replaces_pages(self) -> bool:
+        """Whether pages are copied, zeroed or filled before anything is computed."""
+        return bool(self.restored or any(self.copies) or any(self.scrub))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class StepResult:
     Attributes:
         rows: one a DecodeEntry, in plan order.
         prefill_faults: row id -> error code, rows whose chunk failed alone.
-        decode_s, prefill_s: device time as seen by the host; 0 where there was no such part.
+        decode_s, prefill_s: device time as seen by the host; 0 where there was no such part, or where it
+            could not be told from the other one, which then has the time of both.
         compiled: whether the decode part ran compiled.
         traced: whether a graph was made for it, so that its time says nothing of the steps to come.
     """

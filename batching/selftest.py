@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxd.batching.driver import Driver
-from mlxd.batching.memory import TRIAL_STEPS, trial_lengths
+from mlxd.batching.memory import TRIAL_STEPS, trial_chunk, trial_lengths
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.plan import RowResult
 from mlxd.batching.runner import Progress
@@ -88,7 +88,7 @@ def fault_in(
         quantization: how the runner packs keys and values, if it does.
     """
     limit = tolerance(runner.dtype, mx.default_device().type, quantization)
-    driver = Driver(runner, memory)
+    driver = Driver(runner, memory, chunk=trial_chunk(memory))
     rows = [driver.join(prompt, _WATCH) for prompt in ragged]
     try:
         while computed := driver.prefill_step():

@@ -6,7 +6,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlxd.batching import kernel_check
+from mlxd.batching import chunk_check, kernel_check
 from mlxd.batching.attention import Kernel
 from mlxd.batching.attention_kernel import is_supported
 from mlxd.batching.errors import ModelError
@@ -139,7 +139,8 @@ class _Trials:
         fault = fault_in(
             self._runner, self._memory, oracle, ragged, self._work, quantization=self._quantization
         )
-        if fault is None and isinstance(self._runner.attention, Kernel):
+        chosen = self._runner.attention
+        if fault is None and isinstance(chosen, Kernel):
             self._work(0)
-            return kernel_check.fault_in(self._runner.attention.cases)
+            return kernel_check.fault_in(chosen.cases) or chunk_check.fault_in(chosen.writer.cases)
         return fault

@@ -120,28 +120,52 @@ def cannot_be_packed(reason: str) -> SettingError:
 
 
 def plan_prompts(runner: MlxRunner, memory: MemoryPlan, box: TimeBox) -> None:
-    """Where attention is planned, have it planned for the chunks of prompts: first ones, then deeper ones."""
+    """Where attention is planned, have it planned for the chunks of prompts.
+
+    First ones alone, then those of several short prompts, then deeper ones.
+    """
     if not plans_by_shape():
         return
     driver = Driver(runner, memory)
-    longest = min([memory.max_model_len - 1, *_most_positions(memory)])
-    for length in range(memory.page_size, min(memory.chunk, longest) + 1, memory.page_size):
+    for num_rows, length in _first_chunks(runner.info.max_batch, memory):
         if box.is_over:
             break
-        row = driver.join((0,) * (length + 1))
+        rows = [driver.join((0,) * (length + 1)) for _ in range(num_rows)]
         driver.prefill()
-        driver.leave(row)
-    row = driver.join((0,) * (longest + 1))
+        for row in rows:
+            driver.leave(row)
+    longest = min([memory.max_model_len, *_most_positions(memory)])
+    row = driver.join((0,) * longest)
     while not box.is_over and driver.prefill_step():
         pass
     driver.leave(row)
     driver.clean()
 
 
+def _first_chunks(max_rows: int, memory: MemoryPlan) -> Iterator[tuple[int, int]]:
+    """Rows and tokens of each, of the shapes in which prompts begin.
+
+    Several rows are two, four ... or all there may be, which are padded to as many.
+    """
+    share = not any(group.spec.state_bytes for group in memory.groups)
+    for bucket in row_buckets(max_rows if share else 1):
+        num_rows = min(bucket, max_rows)
+        for length in range(memory.page_size, memory.chunk // bucket + 1, memory.page_size):
+            if length < memory.max_model_len and _have_room(memory, num_rows, length + 1):
+                yield num_rows, length
+
+
+def _have_room(memory: MemoryPlan, num_rows: int, num_tokens: int) -> bool:
+    return all(
+        num_rows * group.spec.pages_for(num_tokens, memory.chunk) <= group.num_pages
+        for group in memory.groups
+    )
+
+
 def _most_positions(memory: MemoryPlan) -> list[int]:
     """That one row may have, by each group that grows with it."""
     growing = [group for group in memory.groups if not group.spec.is_bounded]
-    return [group.num_pages * group.spec.page_size - 1 for group in growing]
+    return [group.num_pages * group.spec.page_size for group in growing]
 
 
 def row_buckets(max_rows: int) -> list[int]:

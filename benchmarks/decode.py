@@ -38,6 +38,10 @@ _WEIGHTS = 4
 """Copies of the weights at most: mlx-lm's, those joined for us, and float32 ones to compare with."""
 _MOST_OF_MEMORY = 0.9
 _SHORTEST = 2
+_LM_CHUNK = 2048
+"""Positions of a prompt that mlx-lm computes between two steps."""
+_LM_PROMPTS = 2 * 16384
+"""Positions of prompts that it may compute together: its mask makes scores of them all in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,8 @@ def _steady(
     layers = layers_of(bench.model)
     grown = options.blocks * (options.steps + _WARM_STEPS)
     prompts = [max(_SHORTEST, length - grown // 2) for length in case.lengths]
-    num_tokens = grown + 2 * _WARM_STEPS + case.rows  # rows of mlx-lm do not all join at one step
+    # Rows of mlx-lm do not all join at one step.
+    num_tokens = grown + 2 * _WARM_STEPS + case.rows * -(-case.context // _LM_CHUNK)
     weights = weights_bytes(bench.model)
     needed = _WEIGHTS * weights + _COPIES * live_bytes(layers, [max(prompts) + num_tokens] * case.rows)
     if needed > (most := _MOST_OF_MEMORY * device_memory_bytes()):
@@ -161,7 +166,7 @@ def _full_sides(
     """Both engines, right and holding all rows of the case, nothing in flight."""
     from models import make_runner
     from reference import check
-    from sides import Mlxd, MlxLm
+    from sides import PROMPTS_AT_ONCE, Mlxd, MlxLm
 
     runner = make_runner(
         bench,
@@ -175,7 +180,8 @@ def _full_sides(
     record({"kind": "choices", **case.line, **runner.info.notes})
     if options.check:
         record({**case.line, **check(bench, runner, case.rows, case.context)})
-    sides: list[Side] = [Mlxd(runner, case.rows), MlxLm(bench, case.rows)]
+    at_once = max(1, min(PROMPTS_AT_ONCE, _LM_PROMPTS // case.context))
+    sides: list[Side] = [Mlxd(runner, case.rows), MlxLm(bench, case.rows, at_once)]
     rng = random.Random(0)
     prompts = [[rng.randrange(bench.vocab_size) for _ in range(length)] for length in lengths]
     for side in sides:

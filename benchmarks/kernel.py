@@ -1,9 +1,10 @@
-"""The decode attention kernel: right first, then fast. Needs MLX's CUDA build.
+"""The kernels for decode attention and for writing chunks: right first, then fast. Needs MLX's CUDA build.
 
     python benchmarks/kernel.py --draws 8 --out kernel.jsonl
 
 Right: a table of cases, each over batches with random tables and lengths from 1 to 20,000, against float32.
-Cells that no row looks at hold NaN, and so do outputs before they are written. Fast: microseconds a layer,
+Cells that no row looks at hold NaN, and so do outputs before they are written; chunks are written into pools
+of NaN, which are compared cell by cell. Fast: microseconds a layer,
 rows of one length, launched many at once; beside it `in_place`, `gathered` and the time that reading the keys
 and values alone takes, at the read rate measured in the same run. Prints JSON lines, and ends with an error
 where something is wrong.
@@ -29,8 +30,11 @@ from floor import read_rate
 
 from mlxd.batching import attention_kernel
 from mlxd.batching.attention import DecodeVariant, InPlace, Kernel, variant
-from mlxd.batching.attention_kernel import KernelCase, Launch
+from mlxd.batching.attention_kernel import KernelCase
 from mlxd.batching.attention_quantized import attend_packed_pages
+from mlxd.batching.chunk_check import random_chunk
+from mlxd.batching.chunk_kernel import ChunkCase
+from mlxd.batching.cuda_kernel import Launch
 from mlxd.batching.kernel_check import LIMITS, RandomStep, is_written, random_step, relative_errors
 from mlxd.batching.rotation import Rotary
 from mlxd.caches.paged import PagedStandIn
@@ -81,6 +85,11 @@ CASES = (
     KernelCase(3, 3, 64, 64, mx.float32, 64, None, 64**-0.5, rotary=Rotary(64, neighbours=True)),  # smollm2
     KernelCase(2, 12, 128, 96, mx.float32, 16, 700, 128**-0.5, soft_cap=30.0, sinks=mx.float32),
     KernelCase(1, 8, 256, 256, mx.float32, 64, None, 256**-0.5),
+)
+CHUNK_CASES = tuple(
+    ChunkCase(key_dim, value_dim, dtype, page_size)
+    for key_dim, value_dim, page_size in ((64, 64, 64), (128, 128, 64), (256, 256, 32), (192, 128, 16))
+    for dtype in (mx.bfloat16, mx.float16, mx.float32)
 )
 PACKED_BATCHES = ((8, 16384), (32, 4096), (128, 512))
 Layer = Callable[[], list[mx.array]]
@@ -151,6 +160,26 @@ def check(cases: Sequence[KernelCase], draws: int, record: Record) -> bool:
         all_right &= is_right
         figures = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
         record({"kind": "error", "case": str(case), "right": is_right} | figures)
+    return all_right
+
+
+def check_chunks(draws: int, record: Record) -> bool:
+    """Whether chunks of prompts, alone and several at once, go where built-in operations put them."""
+    rng = random.Random(0)
+    all_right = True
+    for case in CHUNK_CASES:
+        are_written = []
+        for draw in range(draws):
+            page, several = case.page_size, draw % 2
+            start = 0 if several else page * rng.randint(0, 20)
+            lengths = [rng.randint(1, 5 * page) for _ in range(rng.randint(2, 9) if several else 1)]
+            padding = rng.randint(0, 3) if several else 0, rng.randint(0, 2 * page)
+            chunk = random_chunk(case, rng.choice([1, 3, 8]), start, lengths, padding)
+            expected = chunk.expected()
+            chunk.run()
+            are_written.append(chunk.is_written(expected))
+        all_right &= all(are_written)
+        record({"kind": "chunk", "case": str(case), "draws": draws, "right": all(are_written)})
     return all_right
 
 
@@ -248,6 +277,7 @@ def main() -> None:
     attention_kernel.kernel = poison_outputs(kernel)
     all_right = check([CASES[i] for i in options.cases], options.draws, record)
     attention_kernel.kernel = kernel
+    all_right &= check_chunks(options.draws, record)
     if options.speed:
         measure(record)
     if not all_right:

@@ -8,7 +8,8 @@ from typing import cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from models import SHAPES, SMOLLM2, load, random_model
+from models import SMOLLM2, load, random_model
+from shapes import SHAPES
 from tokenizers import Tokenizer
 
 from mlxd.batching.model import resolve

@@ -20,6 +20,8 @@ from mlxd.scheduler.scheduler import Scheduler
 
 _TENANT = "bench"
 _QUEUE = 10_000
+PROMPTS_AT_ONCE = 8
+"""mlx-lm's own number."""
 
 
 class Side(Protocol):
@@ -46,9 +48,10 @@ class MlxLm:
 
     name = "mlx-lm"
 
-    def __init__(self, bench: BenchModel, max_rows: int) -> None:
+    def __init__(self, bench: BenchModel, max_rows: int, prompts_at_once: int = PROMPTS_AT_ONCE) -> None:
+        """`prompts_at_once`: computed in one forward."""
         self._generator = BatchGenerator(
-            bench.model, completion_batch_size=max_rows, prefill_batch_size=min(8, max_rows)
+            bench.model, completion_batch_size=max_rows, prefill_batch_size=min(prompts_at_once, max_rows)
         )
         self._requests: dict[int, int] = {}
 

@@ -6,9 +6,12 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from figures import quantile
-from sides import Side
+
+if TYPE_CHECKING:
+    from sides import Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def wave(number: int, prompt_tokens: int, output_tokens: int, vocab_size: int, s
     return [Arrival(0.0, prompt, output_tokens) for prompt in prompts]
 
 
-def serve(side: Side, arrivals: Sequence[Arrival], max_rows: int) -> Served:
+def serve(side: "Side", arrivals: Sequence[Arrival], max_rows: int) -> Served:
     """Run them all to their end, in real time."""
     served = Served([[] for _ in arrivals])
     left = [arrival.num_tokens for arrival in arrivals]

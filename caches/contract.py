@@ -16,7 +16,7 @@ from mlxd.caches.signatures import SignatureError
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlxd.caches.paged_view import PagedView, PrefillView
+    from mlxd.caches.paged_view import ChunkWriter, PagedView, PrefillView
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,12 @@ class DecodeStandIn(Protocol):
 class PrefillStandIn(Protocol):
     """What a layer of mlx-lm gets in place of its cache, inside a prefill forward."""
 
-    def finish(self) -> None:
-        """The forward is built: what it left here goes into the cache."""
+    def finish(self) -> mx.array | None:
+        """The forward is built: what it left here goes into the cache.
+
+        Returns:
+            An array whose evaluation writes into the layer's pools, where those stay the arrays they are.
+        """
         ...
 
 
@@ -269,6 +273,10 @@ class RowCache(CompiledDecodeCache, Protocol):
         Args:
             view: of the layer's group, or of its successor where that serves the chunk.
         """
+        ...
+
+    def keeps_pools(self, writer: ChunkWriter) -> bool:
+        """Whether its pools stay the arrays they are through a prefill forward whose view has this writer."""
         ...
 
     def reset(self) -> None:

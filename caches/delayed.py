@@ -11,7 +11,7 @@ from mlxd.caches.delayed_step import DelayedShape, DelayedStandIn
 from mlxd.caches.donor import Donor, MixedDonor
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged import PagedRows, PagedStandIn
-from mlxd.caches.paged_view import PrefillView
+from mlxd.caches.paged_view import ChunkWriter, PrefillView
 from mlxd.caches.quantized import (
     QuantizedRotatingRows,
     QuantizedRows,
@@ -144,6 +144,10 @@ class DelayedRows(RowOffsets):
         if self._round is None:
             self._pack_reached(before)
         return []
+
+    def keeps_pools(self, writer: ChunkWriter) -> bool:
+        """False: what is packed was written by the same forward."""
+        return False
 
     def prefill(self, view: PrefillView) -> PrefillStandIn:
         """`view` is of the group that serves the chunk.

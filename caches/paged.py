@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, KvDonorRows
 from mlxd.caches.donor import DenseDonor, Donor, padded_pages, pages_in_order
 from mlxd.caches.page_table import PageTable
-from mlxd.caches.paged_view import PagedView, PrefillView, write_position
+from mlxd.caches.paged_view import ChunkWriter, PagedView, PrefillView, write_position
 from mlxd.caches.pooled import PooledRows
 from mlxd.caches.rounds import check_window, offsets_kept
 from mlxd.caches.row_group import RowGroup
@@ -87,11 +87,15 @@ class PagedPrefill:
     def __init__(self, rows: "PagedRows", view: PrefillView) -> None:
         self._rows = rows
         self._view = view
+        self._written: mx.array | None = None
         self.offset = view.start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        rows, view = self._rows, self._view
-        rows.planes = [view.write(rows.keys, keys), view.write(rows.values, values)]
+        rows, view, new = self._rows, self._view, (keys, values)
+        if view.writer is not None:
+            self._written = view.writer.write(view, rows.planes, new)
+        else:
+            rows.planes = [view.write(pool, x) for pool, x in zip(rows.planes, new, strict=True)]
         self._fetched = view.read(rows.keys, keys), view.read(rows.values, values)
         return self._fetched
 
@@ -115,8 +119,9 @@ class PagedPrefill:
         """For layers that attend to this one's keys and values; after its own update."""
         return self._fetched
 
-    def finish(self) -> None:
+    def finish(self) -> mx.array | None:
         self._fetched = mx.array(0), mx.array(0)
+        return self._written
 
     def make_mask(
         self, num_tokens: int, window_size: int | None = None, return_array: bool = False
@@ -164,6 +169,9 @@ class PagedRows(PooledRows):
             return PagedStandIn(keys, values, step.view(name))
 
         return DecodeSlot(key=self.signature(), num_inputs=2, num_outputs=2, trace=trace)
+
+    def keeps_pools(self, writer: ChunkWriter) -> bool:
+        return writer.serves(self.keys, self.values)
 
     def prefill(self, view: PrefillView) -> PagedPrefill:
         return PagedPrefill(self, view)

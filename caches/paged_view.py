@@ -1,6 +1,7 @@
 """Page tables as arrays: where a decode step or a prefill writes and what it may read."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import mlx.core as mx
@@ -27,6 +28,25 @@ class DecodeAttention(Protocol):
 
     def writes(self, keys: mx.array | Packed, values: mx.array | Packed) -> bool:
         """Whether the new position gets into these pools by itself, when the variant attends."""
+        ...
+
+
+class ChunkWriter(Protocol):
+    """How a prefill chunk gets into pools that stay the arrays they are: mlxd.batching.chunk_kernel."""
+
+    def serves(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether it can write into these pools."""
+        ...
+
+    def write(self, view: "PrefillView", pools: Sequence[mx.array], new: Sequence[mx.array]) -> mx.array:
+        """Put the chunk's keys and values where `PrefillView.write` puts them.
+
+        Args:
+            pools, new: keys and values, as there. The pools are changed in place, unseen by MLX: who reads
+                what is written must do so in a later evaluation.
+        Returns:
+            An array whose evaluation writes.
+        """
         ...
 
 
@@ -145,6 +165,8 @@ class PrefillView:
             page size.
         ends: one past the last position computed, a row.
         num_tokens: tokens a row, padding included; None: as many as the longest row has.
+        num_rows: rows, those included that are padding and go to the scratch page; None: one a table.
+        writer: of all pools of the forward, each of which it serves; None: they are replaced by written ones.
     """
 
     def __init__(
@@ -154,6 +176,9 @@ class PrefillView:
         start: int,
         ends: Sequence[int],
         num_tokens: int | None = None,
+        *,
+        num_rows: int | None = None,
+        writer: ChunkWriter | None = None,
     ) -> None:
         if start % spec.page_size and not spec.state_bytes:
             raise IndexError(f"a chunk starts at {start}, not a multiple of the page size {spec.page_size}")
@@ -166,26 +191,21 @@ class PrefillView:
         self.start = start
         self.ends = tuple(ends)
         self.tables = tuple(tables)
+        self.writer = writer
         self._num_tokens = max(ends) - start if num_tokens is None else num_tokens
         size = spec.page_size
         self.num_pages = -(-self._num_tokens // size)
         """Pages a row's part of the chunk covers, padding included."""
-        self.pages = mx.array(
-            [
-                page
-                for table, end in zip(tables, ends, strict=True)
-                for page in self._pages_of(table, start, end, self.num_pages)
-            ],
-            dtype=mx.int32,
-        )
+        written = [self._written_pages(table, end) for table, end in zip(tables, ends, strict=True)]
+        idle = [SCRATCH_PAGE] * (self.num_pages * ((num_rows or len(tables)) - len(tables)))
+        self.pages = mx.array([*chain.from_iterable(written), *idle], dtype=mx.int32)
         """int32 [n * num_pages], the pages written, row by row; beyond a row's end the scratch page."""
         self._history: dict[int, mx.array] = {}
 
-    def _pages_of(self, table: PageTable, start: int, end: int, width: int) -> list[int]:
+    def _written_pages(self, table: PageTable, end: int) -> list[int]:
         size = self.spec.page_size
-        first, last = start // size - table.first_page, -(-end // size) - table.first_page
-        pages = table.pages[first:last]
-        return pages + [SCRATCH_PAGE] * (width - len(pages))
+        pages = table.pages[self.start // size - table.first_page : -(-end // size) - table.first_page]
+        return pages + [SCRATCH_PAGE] * (self.num_pages - len(pages))
 
     def write(self, pool: mx.array, new: mx.array) -> mx.array:
         """Put the chunk into its pages, a page at a time; columns past a row's end become zeros or padding.
@@ -209,25 +229,28 @@ class PrefillView:
         return self.tables[0].start if self.start else 0
 
     def read(self, pool: mx.array, new: mx.array) -> mx.array:
-        """What the chunk attends to: the row's pages where it has a history, else the chunk itself.
+        """What the chunk attends to: the positions before it in the row's pages, where there are any, and it.
 
+        Args:
+            pool, new: as for `write`, before or after it.
         Returns:
             [n, n_kv_heads, S, head_dim], positions [first_column, start + num_tokens); a copy where there is
             a history.
         """
-        if not self.start:
+        if self.first_column == self.start:
             return new
         num_pages, heads, size, head_dim = pool.shape
-        end = -(-(self.start + self._num_tokens) // size)
-        pages = self._pages_of(
-            self.tables[0], self.first_column, self.ends[0], end - self.tables[0].first_page
-        )
+        columns = pool.reshape(num_pages * heads, size, head_dim)[self._history_rows(heads)]
+        columns = columns.reshape(1, heads, self.start - self.first_column, head_dim)
+        return mx.concatenate([columns, new.astype(pool.dtype)], axis=2)
+
+    def _history_rows(self, heads: int) -> mx.array:
+        """int32 [heads, n]: pages before the chunk, in a pool seen as `PagedView.page_rows` says."""
         if heads not in self._history:
-            rows = mx.array(pages, dtype=mx.int32)
-            self._history[heads] = rows[None, :] * heads + mx.arange(heads, dtype=mx.int32)[:, None]
-        columns = pool.reshape(num_pages * heads, size, head_dim)[self._history[heads]]
-        columns = columns.reshape(1, heads, len(pages) * size, head_dim)
-        return columns[:, :, : self.start + self._num_tokens - self.first_column]
+            num_pages = (self.start - self.first_column) // self.spec.page_size
+            pages = mx.array(self.tables[0].pages[:num_pages], dtype=mx.int32)
+            self._history[heads] = pages * heads + mx.arange(heads, dtype=mx.int32)[:, None]
+        return self._history[heads]
 
     def mask(self, num_tokens: int, window: int | None, return_array: bool) -> mx.array | str | None:
         """None, "causal", or bool [num_tokens, S] where a window cuts or an array is asked for.

@@ -7,6 +7,7 @@ from typing import Literal
 import mlx.core as mx
 
 from mlxd.caches.contract import DecodeSlot, DecodeStepInputs, DecodeStepPlan, PageStorage
+from mlxd.caches.paged_view import ChunkWriter
 from mlxd.caches.row_group import RowGroup
 from mlxd.caches.row_offsets import RowOffsets
 
@@ -42,6 +43,9 @@ class PooledRows(RowOffsets):
     @property
     def storages(self) -> tuple[PageStorage, ...]:
         return (self,)
+
+    def keeps_pools(self, writer: ChunkWriter) -> bool:
+        return False
 
     def max_append_tokens(self) -> float:
         return math.inf

@@ -10,7 +10,7 @@ from mlxd.caches.donor import Donor, live_columns
 from mlxd.caches.packed import Packed, attend, pack
 from mlxd.caches.page_table import PageTable
 from mlxd.caches.paged import LayerShape, PagedRows
-from mlxd.caches.paged_view import PagedView, PrefillView, write_position
+from mlxd.caches.paged_view import ChunkWriter, PagedView, PrefillView, write_position
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.rotating import RotatingRows
 
@@ -180,6 +180,9 @@ class QuantizedRows(PagedRows):
             return QuantizedStandIn(inputs, step.view(name), quantization)
 
         return DecodeSlot(key=self.signature(), num_inputs=count, num_outputs=count, trace=trace)
+
+    def keeps_pools(self, writer: ChunkWriter) -> bool:
+        return False
 
     def prefill(self, view: PrefillView) -> QuantizedPrefill:  # type: ignore[override]
         return QuantizedPrefill(self, view)

@@ -1,4 +1,4 @@
-"""The attention kernels in numpy, for machines without CUDA: same inputs, same outputs, same writes."""
+"""The kernels in numpy, for machines without CUDA: same inputs, same outputs, same writes."""
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -7,12 +7,37 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-from mlxd.batching.attention_kernel import Launch
+from mlxd.batching import attention_kernel, chunk_kernel
+from mlxd.batching.cuda_kernel import Launch
 
 Array = npt.NDArray[Any]
 _NOTHING = -1e30
 _TILE = 16
+
+
+def use_numpy_kernels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention_kernel, "kernel", numpy_kernel)
+    patch.setattr(chunk_kernel, "kernel", numpy_writer)
+
+
+def numpy_writer() -> Launch:
+    """Stands in for `chunk_kernel.kernel`."""
+
+    def launch(*, inputs: list[mx.array], grid: tuple[int, int, int], **arguments: Any) -> list[mx.array]:
+        mx.eval(inputs)
+        key, value, *pools, pages = (np.array(array, copy=False) for array in inputs)
+        for pool, new in zip(pools, (key, value), strict=True):
+            size = pool.shape[2]
+            for place, page in enumerate(pages):
+                row, part = divmod(place, grid[1])
+                columns = new[row, :, part * size : (part + 1) * size]
+                pool[page] = 0
+                pool[page, :, : columns.shape[1]] = columns
+        return [mx.zeros((1,))]
+
+    return launch
 
 
 def numpy_kernel(

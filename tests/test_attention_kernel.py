@@ -12,14 +12,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cpu_kernel import numpy_kernel
+from cpu_kernel import numpy_kernel, use_numpy_kernels
 from daemon_process import write_tiny_model
 from loading import load
 from tiny_models import Rig, make_rig, oracle, prompt_of
 
 from mlxd.batching import attention_kernel
 from mlxd.batching.attention import Kernel
-from mlxd.batching.attention_kernel import KernelCase, Launch, is_supported
+from mlxd.batching.attention_kernel import KernelCase, is_supported
+from mlxd.batching.cuda_kernel import Launch
 from mlxd.batching.errors import SettingError
 from mlxd.batching.kernel_check import fault_in, is_written, random_step, relative_errors
 from mlxd.batching.preview import preview_plan
@@ -50,7 +51,7 @@ CASES = (
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "kernel", numpy_kernel)
+    use_numpy_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize(

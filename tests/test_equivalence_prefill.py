@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, Rig, make_rig, oracle, prompt_of, stored_bytes
 
-from mlxd.batching import mlx_runner, tuning
+from mlxd.batching import prefill, tuning
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import PrefillChunk, StepPlan
 from mlxd.batching.prefill import Padding, cohorts
@@ -51,6 +51,28 @@ def chunk_of(length: int, start: int = 0) -> PrefillChunk:
 def test_which_chunks_share_a_forward(lengths: list[int], padded: bool, expected: list[list[int]]) -> None:
     formed = cohorts([chunk_of(length) for length in lengths], CHUNK, padded=padded)
     assert [[chunk.num_tokens for chunk in cohort] for cohort in formed] == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        pytest.param([8] * 6, [[8] * 6], id="six rows of eight are eight"),
+        pytest.param([16] * 3, [[16] * 3], id="three are four"),
+        pytest.param([17] * 3, [[17] * 2, [17]], id="four would be more than a chunk"),
+        pytest.param([9, 9, 9, 9, 9, 9], [[9] * 4, [9] * 2], id="of whole pages"),
+    ],
+)
+def test_rows_that_are_padding_count_as_tokens_of_a_chunk(
+    lengths: list[int], expected: list[list[int]]
+) -> None:
+    chunk = 64
+    formed = cohorts([chunk_of(n) for n in lengths], chunk, padded=True, padding=Padding(PAGE, chunk))
+    assert [[chunk.num_tokens for chunk in cohort] for cohort in formed] == expected
+
+
+@pytest.mark.parametrize(("num_rows", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
+def test_padded_forwards_have_few_numbers_of_rows(num_rows: int, padded: int) -> None:
+    assert Padding(page_size=4, chunk=48).rows(num_rows) == padded
 
 
 @pytest.mark.parametrize(
@@ -102,36 +124,39 @@ def test_prompts_padded_to_whole_pages_draw_what_mlx_lm_draws(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA; with a history, a power of two of pages, more than the row may hold."""
-    monkeypatch.setattr(mlx_runner, "plans_by_shape", lambda: True)
+    monkeypatch.setattr(prefill, "plans_by_shape", lambda: True)
     rig = make_rig(family)
-    lengths = count_lengths(rig, monkeypatch)
+    shapes = note_shapes(rig, monkeypatch)
     prompts = [
         prompt_of(length, seed=length)
-        for length in (2, PAGE + 3, CHUNK + PAGE + 2, CHUNK + 2 * PAGE + 2, 3 * CHUNK)
+        for length in (2, 3, 4, 5, 5, PAGE + 3, CHUNK + PAGE + 2, CHUNK + 2 * PAGE + 2, 3 * CHUNK)
     ]
     driver = rig.driver()
     rows = [driver.join(prompt, WATCHED) for prompt in prompts]
     driver.prefill()
     for _ in range(6):
         driver.decode()
-    has_state = any(group.spec.state_bytes for group in rig.memory.groups)
-    assert has_state != all(length % PAGE == 0 for length in lengths)
+    assert all(num_rows in (1, 2, 4) and length % PAGE == 0 for num_rows, length in shapes)
+    assert (4, PAGE) in shapes, "three rows, and one of padding"
     for prompt, row in zip(prompts, rows, strict=True):
         assert tuple(row.output) == oracle(family, prompt, 6).tokens
 
 
 @pytest.mark.parametrize(
-    ("plans", "limit_s", "expected"), [(True, 60, [4, 8, 12, 16, *[16] * 8]), (True, 0, []), (False, 60, [])]
+    ("plans", "limit_s", "has_time"), [(True, 60, True), (True, 0, False), (False, 60, False)]
 )
 def test_chunks_are_planned_at_start_where_attention_is(
-    plans: bool, limit_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    plans: bool, limit_s: float, has_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (mlx_runner, tuning):
+    for module in (prefill, tuning):
         monkeypatch.setattr(module, "plans_by_shape", lambda: plans)
     rig = make_rig("llama")
-    lengths = count_lengths(rig, monkeypatch)
+    shapes = note_shapes(rig, monkeypatch)
     tuning.plan_prompts(rig.runner, rig.memory, tuning.TimeBox(limit_s))
-    assert lengths == expected
+    alone = [(1, 4), (1, 8), (1, 12), (1, 16)]
+    together = [(2, 4), (2, 8), (4, 4)]
+    deeper = [(1, 16)] * 8
+    assert shapes == ([*alone, *together, *deeper] if has_time else [])
 
 
 @pytest.mark.parametrize("start", [0, 16])
@@ -140,7 +165,7 @@ def test_packed_prompts_padded_to_whole_pages_draw_what_they_draw_without(
 ) -> None:
     outputs = []
     for pads in (False, True):
-        monkeypatch.setattr(mlx_runner, "plans_by_shape", lambda pads=pads: pads)
+        monkeypatch.setattr(prefill, "plans_by_shape", lambda pads=pads: pads)
         quantization = Quantization(bits=8, group_size=32, start=start)
         driver = make_rig("llama/64", "in_place", quantization=quantization, page_size=16).driver()
         rows = [driver.join(prompt_of(length, seed=length), WATCHED) for length in (2, 19, 40, 70)]
@@ -151,16 +176,17 @@ def test_packed_prompts_padded_to_whole_pages_draw_what_they_draw_without(
     assert outputs[0] == outputs[1]
 
 
-def count_lengths(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens a row of every prefill forward from now on."""
-    lengths: list[int] = []
+def note_shapes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows, and tokens of each, of every prefill forward from now on."""
+    shapes: list[tuple[int, int]] = []
     forward = type(rig.model).__call__
 
-    def counted(self: object, tokens: mx.array, *args: object, **kwargs: object) -> mx.array:
+    def noted(self: object, tokens: mx.array, *args: object, **kwargs: object) -> mx.array:
         if tokens.shape[1] > 1:
-            lengths.append(tokens.shape[1])
+            rows, length = tokens.shape
+            shapes.append((rows, length))
         result: mx.array = forward(self, tokens, *args, **kwargs)
         return result
 
-    monkeypatch.setattr(type(rig.model), "__call__", counted)
-    return lengths
+    monkeypatch.setattr(type(rig.model), "__call__", noted)
+    return shapes

@@ -1,12 +1,16 @@
 """How far the self-test lets two right ways to compute differ, and what it tells meanwhile."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import mlx.core as mx
 import pytest
+from tiny_models import make_rig
 from tiny_zoo import VOCAB, zoo_model
 
-from mlxd.batching.selftest import Work, oracle_logprobs, tolerance
+from mlxd.batching import prefill
+from mlxd.batching.plan import PrefillChunk
+from mlxd.batching.selftest import Work, fault_in, oracle_logprobs, prompts, tolerance
 from mlxd.caches.quantization import Quantization
 
 
@@ -49,3 +53,21 @@ def test_progress_rises_with_the_positions_computed_and_is_not_done_by_itself() 
 def test_codes_are_coarser_than_any_device_rounds(bits: Literal[4, 8], limit: float) -> None:
     for dtype in (mx.float32, mx.bfloat16):
         assert tolerance(dtype, mx.cpu, Quantization(bits=bits)) == limit
+
+
+def test_its_prompts_share_a_forward_and_go_on_behind_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row and start of each forward's chunks."""
+    rig = make_rig("llama", page_size=8)
+    seen: list[list[tuple[int, int]]] = []
+
+    def noted(chunks: Sequence[PrefillChunk], *arguments: int, **named: bool) -> list[list[PrefillChunk]]:
+        formed = cohorts(chunks, *arguments, **named)
+        seen.extend([(chunk.row.row_id, chunk.start) for chunk in cohort] for cohort in formed)
+        return formed
+
+    cohorts = prefill.cohorts
+    monkeypatch.setattr(prefill, "cohorts", noted)
+    ragged = prompts(rig.memory, rig.runner.info.vocab_size)
+    oracle = [oracle_logprobs(rig.model, prompt) for prompt in ragged]
+    assert fault_in(rig.runner, rig.memory, oracle, ragged) is None
+    assert seen == [[(1, 0), (2, 0)], [(1, 8)], [(1, 16)]]

@@ -55,7 +55,7 @@ MIXED, DECODES, CHUNKS = StepPlan(1, DECODE, CHUNK), StepPlan(1, DECODE), StepPl
 @pytest.mark.parametrize(
     ("plan", "launch_blocks", "launch", "waits", "expected"),
     [
-        pytest.param(MIXED, False, (10, 11, 12), (20, 21, 25), (9, 4), id="a device beside the host"),
+        pytest.param(MIXED, False, (10, 11, 12), (20, 21, 25), (10, 4), id="a device beside the host"),
         pytest.param(DECODES, False, (10, 11, 11), (20, 21, 21), (10, 0), id="no prefill there"),
         pytest.param(CHUNKS, False, (10, 10, 12), (20, 20, 25), (0, 13), id="no decode there"),
         pytest.param(MIXED, True, (10, 15, 35), (90, 90, 90), (5, 20), id="another launch in between"),
@@ -78,16 +78,45 @@ def test_parts_of_a_step_take_their_own_time(
 
 def test_a_part_begins_where_the_step_before_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StepClock(launch_blocks=False)
-    assert parts(monkeypatch, clock, MIXED, (10, 11, 12), (20, 21, 25)) == (9, 4)
-    assert parts(monkeypatch, clock, MIXED, (13, 14, 15), (30, 30, 34)) == (5, 4)
+    assert parts(monkeypatch, clock, MIXED, (10, 11, 12), (20, 21, 25)) == (10, 4)
+    assert parts(monkeypatch, clock, MIXED, (13, 14, 15), (29, 30, 34)) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "launch", "expected"),
+    [
+        pytest.param(3, (10, 11, 12), (3, 11), id="it decoded as long as alone"),
+        pytest.param(3, (10, 11, 17), (6, 8), id="prefill was launched later"),
+        pytest.param(30, (10, 11, 12), (9, 5), id="it was there when somebody looked"),
+    ],
+)
+def test_where_nobody_saw_that_decoding_ended_prefill_has_the_rest(
+    alone_s: float,
+    launch: tuple[float, float, float],
+    expected: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = StepClock(launch_blocks=False)
+    parts(monkeypatch, clock, DECODES, (0, 1, 1), (1, 1 + alone_s, 1 + alone_s))
+    clock.done_at = 0.0
+    assert parts(monkeypatch, clock, MIXED, launch, (20, 20, 25)) == expected
+
+
+def test_a_step_that_was_there_before_it_was_asked_for_does_not_say_when_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one's first part was begun when it was launched, not when somebody looked."""
+    clock = StepClock(launch_blocks=False)
+    assert parts(monkeypatch, clock, DECODES, (10, 11, 11), (15, 15, 15)) == (4, 0)
+    assert parts(monkeypatch, clock, MIXED, (12, 13, 14), (20, 21, 23), prefill_first=True) == (2, 8)
 
 
 @pytest.mark.parametrize(
     ("plan", "launch_blocks", "expected"),
     [
-        pytest.param(MIXED, False, (4, 9), id="a device beside the host"),
+        pytest.param(MIXED, False, (4, 10), id="a device beside the host"),
         pytest.param(DECODES, False, (13, 0), id="no prefill there"),
-        pytest.param(CHUNKS, False, (0, 9), id="no decode there"),
+        pytest.param(CHUNKS, False, (0, 10), id="no decode there"),
         pytest.param(MIXED, True, (5, 2), id="launching blocks"),
     ],
 )
@@ -96,6 +125,13 @@ def test_prefill_may_be_the_first_part(
 ) -> None:
     clock = StepClock(launch_blocks)
     assert parts(monkeypatch, clock, plan, (10, 11, 12), (20, 21, 25), prefill_first=True) == expected
+
+
+def test_decoding_that_was_there_as_soon_as_prefill_is_told_as_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = StepClock(launch_blocks=False)
+    assert parts(monkeypatch, clock, MIXED, (10, 11, 12), (20, 21, 21), prefill_first=True) == (0, 10)
 
 
 def test_a_step_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
