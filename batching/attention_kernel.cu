@@ -12,6 +12,7 @@ constexpr int kHeads = 8;
 // The columns [begin, end) that a row attends to, and the tiles of them that this block takes.
 struct Columns {
   int begin, end, first_tile, last_tile;
+  int written;  // past those of this block's that lie in their pages already, which the row's last one does not
 
   // shortest: tiles of a part below which a row is not divided further.
   __device__ Columns(int last, int window, int shortest) {
@@ -20,14 +21,27 @@ struct Columns {
     const int count = max(shortest, (past - first + parts - 1) / parts);
     first_tile = first + blockIdx.x * count;
     last_tile = min(past, first_tile + count);
+    written = min(end - 1, last_tile * kTile);
   }
 
   __device__ bool hold(int column) const { return column >= begin && column < end; }
 
-  // Whether it lies in its page already, which the last does not.
-  __device__ bool hold_written(int column) const { return column >= begin && column < end - 1; }
+  __device__ bool hold_written(int column) const { return column >= begin && column < written; }
 
   __device__ bool hold_last() const { return first_tile < last_tile && last_tile * kTile >= end; }
+};
+
+// Where the cells of one KV head lie in a row's pages.
+template <int PAGE>
+struct Pages {
+  const int32_t* of_row;
+  int kv_heads, kv_head;
+
+  __device__ int at(int column, bool is_there) const { return is_there ? of_row[column / PAGE] : 0; }
+
+  __device__ size_t cell(int page, int column) const {
+    return (static_cast<size_t>(page) * kv_heads + kv_head) * PAGE + column % PAGE;
+  }
 };
 
 // One lane's words of a tile of columns, and what is made of them for 8 query heads.
@@ -157,15 +171,15 @@ struct Lane {
 // table: [rows, width], pages of a row in order.  last: [rows], column of the new position.
 // scale: of scores.  cap: scores become cap * tanh(score / cap), where it is not 0.
 //
-// A block first asks for all it starts with, and only then waits for any of it; a warp asks for what it reads next before
-// it computes.
+// A block first asks for all it starts with, and only then waits for any of it; a warp asks for what it reads next
+// before it computes.
 template <typename T, int GROUP, int KEY_DIM, int VALUE_DIM, int PAGE, int WARPS, typename Queries, typename Key,
           typename Value, typename Keys, typename Values, typename Result>
 __device__ void attend(Queries queries, Key key, Value value, Keys keys, Values values, const int32_t* table,
                        int width, const int32_t* last, int window, int shortest, float scale, float cap,
                        Result result) {
   static_assert(PAGE % kTile == 0, "a tile lies in one page");
-  constexpr int kBlocks = (GROUP + kHeads - 1) / kHeads, kThreads = WARPS * kLanes;
+  constexpr int kBlocks = (GROUP + kHeads - 1) / kHeads, kThreads = WARPS * kLanes, kStep = WARPS * kTile;
   const int row = blockIdx.z, kv_heads = gridDim.y / kBlocks, kv_head = blockIdx.y / kBlocks;
   const int first_head = blockIdx.y % kBlocks * kHeads, count = min(kHeads, GROUP - first_head);
   alignas(16) __shared__ T shared_queries[kHeads * KEY_DIM], shared_key[KEY_DIM], shared_value[VALUE_DIM];
@@ -174,36 +188,30 @@ __device__ void attend(Queries queries, Key key, Value value, Keys keys, Values 
   const NewCell<Value, VALUE_DIM, kThreads> new_value(value, shared_value, row, kv_head, kv_heads);
 
   const Columns columns(last[row], window, shortest);
-  const int32_t* pages = table + static_cast<size_t>(row) * width;
-  const auto page_of = [&](int tile) { return tile < columns.last_tile ? pages[tile * kTile / PAGE] : 0; };
-  const auto cell = [&](int page, int column) {
-    return (static_cast<size_t>(page) * kv_heads + kv_head) * PAGE + column % PAGE;
-  };
-  const int new_column = columns.end - 1, new_tile = new_column / kTile;
-  const int new_page = columns.hold_last() ? page_of(new_tile) : 0;
+  const Pages<PAGE> pages{table + static_cast<size_t>(row) * width, kv_heads, kv_head};
+  const int end = columns.last_tile * kTile, new_column = columns.end - 1;
+  const int new_page = pages.at(new_column, columns.hold_last());
   Lane<T, GROUP, KEY_DIM, VALUE_DIM, WARPS> mine;
-  int tile = columns.first_tile + mine.warp, page = page_of(tile);
-  mine.load_keys(keys, cell(page, tile * kTile), tile * kTile, columns);
-  mine.load_values(values, cell(page, tile * kTile), tile * kTile, columns);
-  page = page_of(tile + WARPS);
+  int column = (columns.first_tile + mine.warp) * kTile, page = pages.at(column, column < end);
+  mine.load_keys(keys, pages.cell(page, column), column, columns);
+  mine.load_values(values, pages.cell(page, column), column, columns);
+  page = pages.at(column + kStep, column + kStep < end);
 
   share.store(shared_queries), new_key.store(), new_value.store();
   __syncthreads();
   if (columns.hold_last()) {
-    keys.take(cell(new_page, new_column), new_key.cells);
-    values.take(cell(new_page, new_column), new_value.cells);
+    keys.take(pages.cell(new_page, new_column), new_key.cells);
+    values.take(pages.cell(new_page, new_column), new_value.cells);
   }
-  for (; tile < columns.last_tile; tile += WARPS) {
-    const int column = (tile + WARPS) * kTile;
-    const size_t next = cell(page, column);
-    const bool is_next = tile + WARPS < columns.last_tile;
-    if (tile == new_tile) mine.load_new(new_key.cells, new_value.cells, new_column % kTile);
+  for (int next = column + kStep; column < end; column = next, next += kStep) {
+    const size_t cell = pages.cell(page, next);
+    if (column / kTile == new_column / kTile) mine.load_new(new_key.cells, new_value.cells, new_column % kTile);
     float scores[4] = {0, 0, 0, 0};
     mine.multiply_keys(shared_queries, scores);
-    if (is_next) mine.load_keys(keys, next, column, columns);
-    mine.add_values(tile * kTile, columns, scale, cap, scores);
-    if (is_next) mine.load_values(values, next, column, columns);
-    page = page_of(tile + 2 * WARPS);
+    if (next < end) mine.load_keys(keys, cell, next, columns);
+    mine.add_values(column, columns, scale, cap, scores);
+    if (next < end) mine.load_values(values, cell, next, columns);
+    page = pages.at(next + kStep, next + kStep < end);
   }
   mine.join_warps();
   if (mine.warp == 0) mine.write(row, kv_head, kv_heads, first_head, result);

@@ -1,7 +1,7 @@
 // What a cell of a page, one position of one head, holds: DIM keys or values. Follows rotary_heads.cu.
 //
-// `load` gives words of T from a cell's dimension `dim` on, zeros where there is nothing; `take` fills a cell with the first
-// of others, by all threads of a block.
+// `load` gives words of T from a cell's dimension `dim` on, zeros where there is nothing; `take` fills a cell with the
+// first of others, by all threads of a block.
 
 namespace mlxd {
 
