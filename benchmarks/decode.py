@@ -176,6 +176,7 @@ def _full_sides(
         attention=options.attention,
         compile=options.compile,
         join=options.join,
+        multiply=options.multiply,
     )
     record({"kind": "choices", **case.line, **runner.info.notes})
     if options.check:
@@ -272,6 +273,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument(
         "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
+    )
+    parser.add_argument(
+        "--multiply",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="products of our own, on CUDA",
     )
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float32 first"
