@@ -135,11 +135,11 @@ class _Trials:
 
     def _fault(self, num_rows: int) -> str | None:
         """What is wrong with the runner's variant, in the whole model or, of the kernel, by itself."""
+        chosen, quantization = self._runner.attention, self._quantization
+        if isinstance(chosen, Kernel) and quantization and quantization.start:
+            return "it cannot write rows of both sorts, which are packed on their way"
         oracle, ragged = self._oracle[:num_rows], self._ragged[:num_rows]
-        fault = fault_in(
-            self._runner, self._memory, oracle, ragged, self._work, quantization=self._quantization
-        )
-        chosen = self._runner.attention
+        fault = fault_in(self._runner, self._memory, oracle, ragged, self._work, quantization=quantization)
         if fault is None and isinstance(chosen, Kernel):
             self._work(0)
             return kernel_check.fault_in(chosen.cases) or chunk_check.fault_in(chosen.writer.cases)

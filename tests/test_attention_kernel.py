@@ -310,6 +310,23 @@ def test_a_broken_kernel_is_one_warning_and_the_built_in_variants_serve(
 
 
 @pytest.mark.usefixtures("kernel", "cuda")
+@pytest.mark.parametrize("asked", ["auto", "kernel"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_that_are_packed_on_their_way_are_read_in_place_whatever_is_asked_for(
+    tmp_path: Path, asked: Any, bits: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The self-test might not see it: it takes much for rounding to 4 bits."""
+    write_tiny_model(tmp_path, head_dim=64)
+    packed = Quantization(bits=bits, group_size=32, start=32)
+    with caplog.at_level(logging.WARNING):
+        info = load(tmp_path, attention=asked, quantization=packed, warmup_s=0.5).info
+    assert info.notes["attention"] == "in_place"
+    warnings = [record.getMessage() for record in caplog.records if "attention=kernel" in record.getMessage()]
+    assert len(warnings) == (asked == "kernel")
+    assert all("packed on their way" in warning for warning in warnings)
+
+
+@pytest.mark.usefixtures("kernel", "cuda")
 def test_a_model_with_other_heads_does_not_try_the_kernel(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
