@@ -93,7 +93,7 @@ class MlxRunner:
         """
         self._batch = Batch(self.info.vocab_size)
         self._launched = None
-        self.step.wanted.clear()
+        self.step.reset()
         with allocating():
             self._whole.reset()
             mx.clear_cache()
