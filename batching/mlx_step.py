@@ -124,9 +124,8 @@ class MlxStep:
     def _parts_s(self, begun: float, between: float, done: float) -> tuple[float, float]:
         """Seconds of decoding and of prefill, from when the wait began and when each part was there.
 
-        The device runs one step after another, so a part begins where the one before it ended, prefill not
-        before its first forward was launched. A part that is alone has all. Where launching blocks, a part
-        takes what launching and waiting for it take.
+        The device runs one step after another, so a part begins where the one before it ended. A part that is
+        alone has all. Where launching blocks, a part takes what launching and waiting for it take.
         """
         launch, before = self._launch, self._clock.done_at
         if done - begun > _AT_ONCE_S:
@@ -135,26 +134,36 @@ class MlxStep:
             first_s = launch.second_at - launch.begun_at + between - begun
             second_s = launch.returned_at - launch.second_at + done - between
             return (second_s, first_s) if self._prefill_first else (first_s, second_s)
-        prefill_at = self._forwards[0].at if self._forwards else launch.returned_at
         if self._draw is None or not self._forwards:
-            alone_s = done - max(prefill_at, before)
+            alone_s = done - max(self._prefill_at(done - begun), before)
             return alone_s, alone_s
         if self._prefill_first:
             decode_s = done - between
-            return decode_s if decode_s > _AT_ONCE_S else 0.0, between - max(prefill_at, before)
+            prefill_s = between - max(self._prefill_at(between - begun), before)
+            return decode_s if decode_s > _AT_ONCE_S else 0.0, prefill_s
         start = max(launch.second_at, before)
         if between - begun <= _AT_ONCE_S:
-            sees_prefill = done - between > _AT_ONCE_S
-            between = self._unseen_end(start, max(start, prefill_at), between, sees_prefill=sees_prefill)
+            between = self._unseen_end(start, between, done)
         return between - start, done - between
 
-    def _unseen_end(self, start: float, earliest: float, latest: float, *, sees_prefill: bool) -> float:
+    def _unseen_end(self, start: float, latest: float, done: float) -> float:
         """When decoding ended, which began at `start` and was there when somebody looked, at `latest`.
 
-        It took as long as it takes alone, if that may be; else as long as it may have, or nothing where
-        prefill was there, too: told too short, prefill would fill the steps to come.
+        It took as long as it takes alone, if that may be; else as long as it may have, or no time where
+        prefill was there, too: told too short, that would fill the steps to come.
         """
+        earliest = max(start, self._prefill_at(done - latest))
         ended = max(start + self._clock.decode_s, earliest)
         if ended <= latest:
             return ended
-        return latest if sees_prefill else earliest
+        return latest if done - latest > _AT_ONCE_S else earliest
+
+    def _prefill_at(self, waited_s: float) -> float:
+        """When prefill began, as far as its launch goes; where there is none, when the launch returned.
+
+        Where it was waited for, its first forward ran while the others were built. Where it was there at
+        once, nobody saw when it ended: the time since its launch stands for that of the launch.
+        """
+        if self._forwards and waited_s > _AT_ONCE_S:
+            return self._forwards[0].at
+        return self._launch.second_at if self._forwards and self._prefill_first else self._launch.returned_at

@@ -122,19 +122,25 @@ def test_a_step_that_was_there_before_it_was_asked_for_does_not_say_when_it_ende
     ("plan", "prefill_first", "waits", "expected"),
     [
         pytest.param(CHUNKS, False, (40, 40, 45), (0, 33), id="no decode there"),
+        pytest.param(CHUNKS, False, (40, 40, 40), (0, 10), id="it was there when somebody looked"),
+        pytest.param(CHUNKS, True, (40, 45, 45), (0, 33), id="no decode after it"),
         pytest.param(MIXED, True, (40, 45, 46), (1, 33), id="before decoding"),
+        pytest.param(MIXED, True, (40, 40, 46), (6, 29), id="it was there before decoding"),
         pytest.param(MIXED, False, (40, 40, 45), (1, 33), id="after decoding that nobody saw end"),
         pytest.param(MIXED, False, (40, 42, 45), (31, 3), id="after decoding"),
     ],
 )
-def test_prefill_begins_when_the_first_of_its_forwards_was_launched(
+def test_prefill_that_is_waited_for_began_when_the_first_of_its_forwards_was_launched(
     plan: StepPlan,
     prefill_first: bool,
     waits: tuple[float, float, float],
     expected: tuple[float, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others are built while that one runs, so that their launch is part of the time."""
+    """The others are built while that one runs, so that their launch is part of the time.
+
+    Where nobody saw prefill end, the time since its launch stands for the launch: both would count twice.
+    """
     launch, forwards_at = (10, 11, 30), (12, 21, 30)
     found = parts(monkeypatch, StepClock(False), plan, launch, waits, prefill_first, forwards_at)
     assert found == expected
