@@ -157,7 +157,8 @@ def _begin_to_count(runner: MlxRunner) -> None:
 
 def _tell_capacity(memory: MemoryPlan, checkpoints: float) -> None:
     found = capacities(memory, checkpoints)
-    logger.info("rows at once: %s", ", ".join(map(str, found)))
+    level = logging.INFO if any(capacity.rows for capacity in found) else logging.WARNING
+    logger.log(level, "rows at once: %s", ", ".join(map(str, found)))
     if warning := cost_of_packing(found):
         logger.warning("%s", warning)
 
@@ -179,11 +180,12 @@ def _tune(
         runner.describe(attention=_table(by_rows))
     progress("tune", 0.5)
     runner.step.enabled = compile == "on"
+    verdict = f"{compile}, as configured"
     if compile == "auto":
         times = tuning.choose_compiled(runner, memory, box.part(1 / 2), progress)
-        runner.describe(compile=_verdict(runner.step.enabled, times))
+        verdict = _verdict(runner.step.enabled, times)
     progress("tune", 1.0)
-    runner.describe(compiled=runner.step.enabled)
+    runner.describe(compiled=runner.step.enabled, compile=verdict)
     tuning.plan_prompts(runner, memory, box.part(1 / 3))
     if runner.step.enabled:
         done, total = tuning.trace_buckets(runner, memory, box, progress)

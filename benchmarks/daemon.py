@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import msgspec
+from entry import BenchmarkError
 
 from mlxd.scheduler import AsyncClient
 from mlxd.scheduler.config import (
@@ -81,7 +82,7 @@ class Daemon:
         await asyncio.wait((ended, running), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             running.cancel()
-            raise RuntimeError(f"mlxd serve ended with {ended.result()}; what it said is above")
+            raise BenchmarkError(f"mlxd serve ended with {ended.result()}; what it said is above")
         ended.cancel()
         await running
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from entry import BenchmarkError
 from figures import Line
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,7 +21,7 @@ _MOST_COLUMNS = 3
 
 def draw_decode(lines: Sequence[Line], path: Path) -> None:
     """Milliseconds a step by rows, a panel for each model and context; the floor beside them."""
-    steady = _of_kind(lines, "steady")
+    steady = _cases(lines, "steady")
     panels = _distinct((line["model"], line["context"]) for line in steady)
     figure, all_axes = _panels(len(panels))
     for axes, (model, context) in zip(all_axes, panels, strict=False):
@@ -47,7 +48,7 @@ def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
     """Throughput of waves and of Poisson arrivals, gaps between tokens, and joins and leaves."""
     costs = _of_kind(lines, "join_leave")
     figure, (speeds, gaps, *moves) = _panels(3 if costs else 2)
-    runs = _of_kind(lines, "waves", "poisson")
+    runs = _cases(lines, "waves", "poisson")
     names = _distinct((line["model"], line["rows"], line.get("load")) for line in runs)
     labels = [f"{model} x {rows}\n{f'load {load}' if load else 'waves'}" for model, rows, load in names]
 
@@ -85,7 +86,7 @@ def _draw_moves(axes: Axes, costs: Sequence[Line]) -> None:
 
 def draw_serve(lines: Sequence[Line], path: Path) -> None:
     """Both servers under each load: medians over rounds."""
-    loads = _of_kind(lines, "load")
+    loads = _cases(lines, "load")
     names = _distinct((line["model"], line["load"]) for line in loads)
     labels = [f"{model}\n{load}" for model, load in names]
     figure, all_axes = _panels(3)
@@ -110,7 +111,7 @@ def draw_serve(lines: Sequence[Line], path: Path) -> None:
 
 def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
     """Device time by part and, where a step is one graph, host time beside it."""
-    wholes = {(line["model"], line["rows"]): line for line in _of_kind(lines, "whole")}
+    wholes = {(line["model"], line["rows"]): line for line in _cases(lines, "whole")}
     is_apart = all(line["one_graph"] for line in wholes.values())
     labels = [f"{model}\nx {rows}" for model, rows in wholes]
     figure, all_axes = _panels(2 if is_apart else 1)
@@ -147,6 +148,13 @@ def _device_ms(line: Line) -> float:
 
 def _of_kind(lines: Sequence[Line], *kinds: str) -> list[Line]:
     return [line for line in lines if line["kind"] in kinds]
+
+
+def _cases(lines: Sequence[Line], *kinds: str) -> list[Line]:
+    """Those of the kinds. Raises BenchmarkError: there are none."""
+    if found := _of_kind(lines, *kinds):
+        return found
+    raise BenchmarkError(f"there is nothing to draw: no line of kind {' or '.join(kinds)} was measured")
 
 
 def _median(lines: Sequence[Line], name: str, **case: object) -> float:

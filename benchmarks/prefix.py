@@ -15,10 +15,11 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
 
+import entry
 from figures import Line, first_tokens, record
+from options import Parser, add_out, model, number_from
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.config import (
@@ -102,7 +103,7 @@ class Served:
                 answer.cached_tokens = event.usage.cached_tokens
                 return True
             case Rejected():
-                raise RuntimeError(f"{event.reason}: {event.message}")
+                raise entry.BenchmarkError(f"{event.reason}: {event.message}")
         return False
 
     def close(self) -> None:
@@ -169,20 +170,20 @@ def some(rng: random.Random, words: int, number: int) -> Prompt:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(__doc__)
+    parser.add_argument("--model", type=model, default="smollm2-135m-instruct")
+    parser.add_argument("--shared", type=number_from(1), default=500)
+    parser.add_argument("--own", type=number_from(1), default=16)
+    parser.add_argument("--output", type=number_from(1), default=16)
+    parser.add_argument("--trials", type=number_from(1), default=8)
+    parser.add_argument(
+        "--together", type=number_from(0), default=0, help="so many prompts at one instant instead"
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--shared", type=int, default=500)
-    parser.add_argument("--own", type=int, default=16)
-    parser.add_argument("--output", type=int, default=16)
-    parser.add_argument("--trials", type=int, default=8)
-    parser.add_argument("--together", type=int, default=0, help="so many prompts at one instant instead")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    add_out(parser, "prefix")
+    options = parser.options()
     for line in together(options) if options.together else shared(options):
         record(line, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from models import SMOLLM2, load, random_model
+from models import SMOLLM2, check_room, load, random_model
 from shapes import SHAPES
 from tokenizers import Tokenizer
 
@@ -18,6 +18,9 @@ from mlxd.batching.runner import ignore_progress
 _NEVER_DRAWN = "<repo_name>"
 """Ends the text for both servers, so that all answers have the length that was asked for."""
 
+_SERVERS = 2
+"""That hold the weights together."""
+
 
 def make_folder(name: str, tokenizer: Path | None, folder: Path) -> None:
     """Write a model with unpacked weights, which both servers compute alike.
@@ -25,6 +28,8 @@ def make_folder(name: str, tokenizer: Path | None, folder: Path) -> None:
     Args:
         name: "smollm2", or a Llama shape of SHAPES, which gets random weights and the tokenizer's vocabulary.
         tokenizer: folder of the tokenizer; None takes the built-in model's.
+    Raises:
+        BenchmarkError: there is no room for the weights of two servers.
     """
     source = tokenizer or resolve(SMOLLM2, ignore_progress)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -34,6 +39,7 @@ def make_folder(name: str, tokenizer: Path | None, folder: Path) -> None:
     if name in SHAPES:
         config = SHAPES[name] | {"vocab_size": vocabulary.get_vocab_size()}
         model = random_model(config)
+        check_room(name, model, copies=_SERVERS)
     else:
         config = json.loads((source / "config.json").read_text())
         del config["quantization"]
