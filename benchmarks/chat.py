@@ -27,7 +27,7 @@ from pathlib import Path
 import entry
 from daemon import PAGE_SIZE, Daemon, make_config
 from figures import Line, first_tokens, record
-from options import Parser, add_out, model, number_from
+from options import Parser, add_out, number_from, served
 
 from mlxd.scheduler import AsyncClient, SamplingParams
 from mlxd.scheduler.config import CacheConfig, DiskConfig
@@ -188,7 +188,7 @@ async def run(folder: Path, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--model", type=model, default="smollm2-135m-instruct")
+    parser.add_argument("--model", type=served, default="smollm2-135m-instruct")
     parser.add_argument("--users", type=number_from(1), default=8)
     parser.add_argument("--turns", type=number_from(1), default=10)
     parser.add_argument("--output", type=number_from(1), default=16, help="most tokens of an answer")

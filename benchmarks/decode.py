@@ -71,7 +71,7 @@ def main() -> None:
     options = _options()
     lines = read_lines(options.plot_from, "steady") if options.plot_from else _measure(options)
     if options.table:
-        _print_table(lines)
+        print_table(lines)
     if options.plot:
         from plots import draw_decode
 
@@ -238,7 +238,7 @@ def _block_s(side: "Side", steps: int) -> list[float]:
     return times
 
 
-def _print_table(lines: Sequence[Line]) -> None:
+def print_table(lines: Sequence[Line]) -> None:
     """A row for each case, and where it was measured."""
     title = "tokens a second; milliseconds of our step, and its floor"
     names = "model", "rows", "context", "mlxd", "mlx-lm", "ratio", "ms", "floor"

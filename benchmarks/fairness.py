@@ -1,7 +1,8 @@
 """Tenants that share a daemon on the built-in model, under `fair` and under `fcfs`.
 
     python benchmarks/fairness.py flood --minutes 5 --plot docs/fairness-flood
-    python benchmarks/fairness.py trace --minutes 10 --csv TRACE.csv --plot docs/fairness-trace
+    python benchmarks/fairness.py trace --minutes 10 --plot docs/fairness-trace \\
+        --csv examples/traces/AzureLLMInferenceTrace_conv.csv
 
 `flood`: a victim asks now and then, a flooder offers a hundred times as much; first the victim alone, then
 both, under each policy. `trace`: recorded arrivals, split over ten tenants of whom two send a minute's
@@ -26,7 +27,7 @@ import numpy as np
 from daemon import Daemon, make_config
 from figures import Line, record
 from open_loop import Due, Outcome, connect, replay
-from options import Parser, add_out, add_plot, amount, input_file, model, number_from, some_of
+from options import Parser, add_out, add_plot, amount, input_file, number_from, served, some_of
 
 from mlxd.scheduler.config import CacheConfig, Config, SchedulerConfig, TenantConfig
 
@@ -176,7 +177,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("what", choices=("flood", "trace"))
     parser.add_argument("--minutes", type=amount, default=5.0, help="of arrivals, for each run")
-    parser.add_argument("--model", type=model, default="smollm2-135m-instruct")
+    parser.add_argument("--model", type=served, default="smollm2-135m-instruct")
     parser.add_argument("--policies", type=some_of("fair", "fcfs"), default=["fair", "fcfs"])
     parser.add_argument("--rate", type=amount, default=0.4, help="flood: the victim's requests a second")
     parser.add_argument("--prompt", type=number_from(1), default=48, help="flood: tokens of a prompt")

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from entry import BenchmarkError, require
 from shapes import PACKED, SHAPES
@@ -28,6 +29,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, doc: str | None) -> None:
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.checks: list[Check] = []
+
+    def error(self, message: str) -> NoReturn:
+        """One line: the usage is in the help."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
     def options(self) -> argparse.Namespace:
         """Of the command line; where they cannot be, the process ends with one line and status 2."""
@@ -92,16 +97,24 @@ def some_of(*names: str) -> Callable[[str], list[str]]:
     return chosen
 
 
-def model(text: str) -> str:
-    """A shape of SHAPES, packed ones too, or what `mlxd serve` takes."""
-    is_known = text.removesuffix(PACKED) in SHAPES or text == SMOLLM2 or text in BUILTIN
-    # Whether the hub has a model of a name, the hub alone knows.
-    if is_known or os.path.isdir(os.path.expanduser(text)) or _HUB_NAME.fullmatch(text):
+def served(text: str) -> str:
+    """What `mlxd serve` takes as a model; whether the hub has one of that name, the hub alone knows."""
+    if text in BUILTIN or os.path.isdir(os.path.expanduser(text)) or _HUB_NAME.fullmatch(text):
         return text
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no model folder, hub name or built-in model ({', '.join((SMOLLM2, *BUILTIN))}), "
-        f"nor a shape with random weights ({', '.join(SHAPES)}; with {PACKED}: packed)"
+        f"{text!r} is no model folder, hub name or built-in model ({', '.join(BUILTIN)})"
     )
+
+
+def model(text: str) -> str:
+    """A shape of SHAPES, packed ones too, the built-in model by its short name, or what `served` takes."""
+    if text.removesuffix(PACKED) in SHAPES or text == SMOLLM2:
+        return text
+    try:
+        return served(text)
+    except argparse.ArgumentTypeError as error:
+        shapes = f"{', '.join(SHAPES)}; with {PACKED}: packed"
+        raise argparse.ArgumentTypeError(f"{error}, nor {SMOLLM2} or a random one ({shapes})") from None
 
 
 def models(text: str) -> list[str]:

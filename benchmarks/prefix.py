@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 import entry
 from figures import Line, first_tokens, record
-from options import Parser, add_out, model, number_from
+from options import Parser, add_out, number_from, served
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.config import (
@@ -171,7 +171,7 @@ def some(rng: random.Random, words: int, number: int) -> Prompt:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--model", type=model, default="smollm2-135m-instruct")
+    parser.add_argument("--model", type=served, default="smollm2-135m-instruct")
     parser.add_argument("--shared", type=number_from(1), default=500)
     parser.add_argument("--own", type=number_from(1), default=16)
     parser.add_argument("--output", type=number_from(1), default=16)

@@ -2,7 +2,7 @@
 
     python benchmarks/serve.py --model smollm2 --clients 4 --requests 24 --prompt 48 --output 24
     python benchmarks/serve.py --model 1b --clients 32 --requests 256 --prompt 512 --output 128 \\
-        --trace ../shared/traces/azure-llm-2023-conv.csv --time-scale 0.1 --length-scale 0.5
+        --trace examples/traces/AzureLLMInferenceTrace_conv.csv --time-scale 0.1 --length-scale 0.5
 
 Both load one folder with unpacked weights (random ones for a shape), whose end of text is a token that is
 never drawn, and take turns, a load each; both must count the tokens that were asked for. Alone: one client.

@@ -46,10 +46,8 @@ class Kernel(NamedTuple):
 
 def kernels_of(run: Callable[[], None]) -> list[Kernel]:
     """All that ran on the GPU for it, in order. `run` waits for what it launches."""
-    try:
-        from torch.profiler import ProfilerActivity, profile
-    except ImportError:
-        sys.exit("PyTorch, through whose profiler CUDA's records are read, is not installed")
+    from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
@@ -101,6 +99,7 @@ def by_part(lines: Sequence[Line]) -> Line:
 
 def main() -> None:
     options = _options()
+    entry.require("torch")  # through whose profiler CUDA's records are read
     from mlxd.batching.blas import ensure_blas
 
     blas = ensure_blas()  # before anything imports mlx

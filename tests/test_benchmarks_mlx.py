@@ -1,6 +1,7 @@
 """What benchmarks take for the floor of a step, and that a wrong step is not timed."""
 
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,15 +10,18 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import models
+from entry import BenchmarkError
 from floor import live_bytes, weights_bytes
 from models import BenchModel, load, make_runner, random_model
 from operations import of_step
 from reference import check
 from sides import MlxLm, Scheduled
-from traffic import poisson, serve
+from traffic import Arrival, poisson, serve
 
 from mlxd.batching.attention import InPlace
 from mlxd.batching.driver import Driver
+from mlxd.batching.errors import MlxdError, SettingError
 from mlxd.batching.memory import layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 
@@ -103,6 +107,42 @@ def test_scrubbing_that_pools_wait_for_is_no_part_of_a_step(runner: MlxRunner) -
     driver.leave(row)
     driver.clean()
     assert of_step(runner, 2, widths) == expected
+
+
+def test_weights_that_have_no_room_are_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "device_memory_bytes", lambda: 24e9)
+    monkeypatch.setattr(mx, "eval", lambda *arrays: pytest.fail("weights were evaluated"))
+    with pytest.raises(BenchmarkError, match=r"^8b needs 32\.1 GB for its weights; 24 GB are free$"):
+        load("8b")
+
+
+def test_attention_that_this_machine_has_not_is_refused_in_the_daemons_words(
+    bench: BenchModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingError, match=r"^decode\.attention is 'kernel', which needs MLX's CUDA device"):
+        make_runner(bench, max_rows=1, max_model_len=32, page_size=16, attention="kernel")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_tokens", "told"),
+    [((1, 2), 0, "max_tokens"), ((), 1, "the prompt is empty"), ((1,) * 100, 100, "128")],
+    ids=["no tokens", "no prompt", "too long"],
+)
+def test_a_request_that_will_not_run_is_told_at_once(
+    runner: MlxRunner, prompt: tuple[int, ...], num_tokens: int, told: str
+) -> None:
+    with pytest.raises((BenchmarkError, MlxdError), match=told):
+        Scheduled(runner, 3, prefill_ms=50.0).add(0, prompt, num_tokens)
+
+
+def test_the_slowest_chunk_is_one_that_was_computed(runner: MlxRunner) -> None:
+    side = Scheduled(runner, 3, prefill_ms=50.0)
+    serve(side, [Arrival(0.0, (1,), 2)], 3)
+    assert side.slowest_chunk_s == 0.0, "a prompt of one token has none"
+    begun = time.perf_counter()
+    serve(side, [Arrival(0.0, (1,) * 100, 2)], 3)
+    assert 0 < side.slowest_chunk_s < time.perf_counter() - begun
 
 
 def test_packed_shapes_are_packed() -> None:
