@@ -27,6 +27,7 @@ from traffic import Arrival, poisson, serve, wave
 _WAVES = 0.0
 """Stands for a load where lines are told apart by it."""
 _WARM_TOKENS = 4
+_FEWEST_SIBLINGS = 1
 _ROUNDS = 20
 _STEPS = _ROUNDS * 8 + 2
 
@@ -170,7 +171,14 @@ def _options() -> argparse.Namespace:
     add_prefill(parser, chunk=512, prefill_ms=250.0)
     parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
     add_output(parser, "arrivals")
+    parser.checks.append(_check_lengths)
     return parser.options()
+
+
+def _check_lengths(options: argparse.Namespace) -> str | None:
+    if options.lengths and max(options.rows) < _FEWEST_SIBLINGS + 1:
+        return "--lengths is of rows that one more joins: --rows must be 2 at least"
+    return None
 
 
 if __name__ == "__main__":

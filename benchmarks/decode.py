@@ -7,7 +7,8 @@ First both are compared with float32 on the same prompts; a wrong step ends the 
 same full batch and take turns, a block of steps each, the first to go alternating. Beside each figure is the
 floor: what a step reads, weights and live keys and values, at the rate at which MLX reads in the same run.
 `by_cpu_time` is the ratio of processor time, which on the CPU device tells more where others use the machine.
-Cases without room in memory are skipped, and named. Prints JSON lines, or with `--table` a table.
+Cases without room in memory are skipped, and named; a model without room ends the benchmark. Prints JSON
+lines, or with `--table` a table.
 """
 
 import argparse
@@ -98,7 +99,7 @@ def _measure(options: argparse.Namespace) -> list[Line]:
         bench = load(name)
         for case in _cases(options):
             if options.table:
-                said = f"{name}: {case.rows} rows of {case.context} tokens, {case.shape} ..."
+                said = f"{name}: rows {case.rows}, context {case.context}, {case.shape} ..."
                 print(said, file=sys.stderr, flush=True)
             _steady(bench, case, rate, options, of_case(keep, {"model": name}))
             _free()

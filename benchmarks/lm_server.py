@@ -46,7 +46,9 @@ class LmServer:
     async def start(self) -> None:
         """Returns when it takes requests; the first one may wait for the model."""
         with self._log.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(*self._command, stdout=log, stderr=log)
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdout=log, stderr=log, start_new_session=True
+            )
         while not await self._is_healthy():
             if self._process.returncode is not None:
                 raise entry.BenchmarkError(f"mlx_lm.server ended: {self._last_words()}")
@@ -87,7 +89,8 @@ class LmServer:
 
     async def end(self) -> int:
         """The most memory that MLX held, in bytes."""
-        assert self._process is not None
+        if self._process is None:
+            return 0
         if self._process.returncode is None:
             self._process.terminate()
         await self._process.wait()

@@ -111,7 +111,10 @@ def draw_serve(lines: Sequence[Line], path: Path) -> None:
 
 def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
     """Device time by part and, where a step is one graph, host time beside it."""
-    wholes = {(line["model"], line["rows"]): line for line in _cases(lines, "whole")}
+    # The host's parts are measured last: a case without them was broken off.
+    hosts = {(line["model"], line["rows"]): line for line in _cases(lines, "host")}
+    found = {(line["model"], line["rows"]): line for line in _cases(lines, "whole")}
+    wholes = {case: line for case, line in found.items() if case in hosts}
     is_apart = all(line["one_graph"] for line in wholes.values())
     labels = [f"{model}\nx {rows}" for model, rows in wholes]
     figure, all_axes = _panels(2 if is_apart else 1)
@@ -129,7 +132,6 @@ def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
     _stack(all_axes[0], labels, shown)
     all_axes[0].set(title="device, ms a step" if is_apart else "processor time, ms a step")
     if is_apart:
-        hosts = {(line["model"], line["rows"]): line for line in _of_kind(lines, "host")}
         host = {
             "schedule": [hosts[case]["schedule_ms"] for case in wholes],
             "build": [line["build_ms"] for line in wholes.values()],
@@ -158,10 +160,11 @@ def _cases(lines: Sequence[Line], *kinds: str) -> list[Line]:
 
 
 def _median(lines: Sequence[Line], name: str, **case: object) -> float:
-    """Of the lines of this case."""
-    return statistics.median(
-        float(line[name]) for line in lines if all(line.get(key) == value for key, value in case.items())
-    )
+    """Of the lines of this case. Raises BenchmarkError: there are none, as where a run was broken off."""
+    own = [line for line in lines if all(line.get(key) == value for key, value in case.items())]
+    if not own:
+        raise BenchmarkError(f"there is no line of {', '.join(f'{key} {case[key]}' for key in case)} to draw")
+    return statistics.median(float(line[name]) for line in own)
 
 
 def _distinct(values: Iterable[tuple[object, ...]]) -> list[tuple[object, ...]]:

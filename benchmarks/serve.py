@@ -155,9 +155,9 @@ async def compare(folder: Path, options: argparse.Namespace, record: Record) -> 
 @asynccontextmanager
 async def serving(server: Server, record: Record) -> AsyncIterator[None]:
     """Tells at the end how much memory it took."""
-    await server.start()
     resident = 0
     try:
+        await server.start()
         yield
         resident = resident_bytes(server.pid)
     finally:

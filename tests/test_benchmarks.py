@@ -261,6 +261,13 @@ def test_a_plot_needs_nothing_but_the_lines(name: str, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png", f"{name}.svg"}
 
 
+@pytest.mark.parametrize("name", ["arrivals", "serve"])
+def test_a_run_that_was_broken_off_is_told_where_it_lacks_a_side(name: str, tmp_path: Path) -> None:
+    half = [line for line in DRAWN[name] if line["side"] == "mlxd"]
+    with pytest.raises(BenchmarkError, match=r"^there is no line of side mlx.lm.* to draw$"):
+        getattr(plots, f"draw_{name}")(half, tmp_path / name)
+
+
 @pytest.mark.parametrize("name", DRAWN)
 def test_where_nothing_was_measured_there_is_nothing_to_draw(name: str, tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match="there is nothing to draw: no line of kind"):
