@@ -1,29 +1,17 @@
 """SwiGLU by a faster exp, in our own forwards on MLX's CPU build; all others compute as mlx-lm does."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import ModuleType
 
 import mlx.core as mx
 
 from mlxd.batching.device import on_cpu
 from mlxd.batching.fast_exp import fast_swiglu
+from mlxd.batching.own_forward import is_own_forward
 from mlxd.caches.mlx_lm_import import activations
 
 _NAME = "swiglu"
-_is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 _Activation = Callable[[mx.array, mx.array], mx.array]
-
-
-@contextmanager
-def fast_activations() -> Iterator[None]:
-    """What models compute in the block, on this thread, is computed by the functions installed."""
-    token = _is_ours.set(True)
-    try:
-        yield
-    finally:
-        _is_ours.reset(token)
 
 
 def install_activations(modules: list[ModuleType]) -> None:
@@ -35,7 +23,7 @@ def install_activations(modules: list[ModuleType]) -> None:
 
 def _swiglu(original: _Activation) -> _Activation:
     def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-        is_fast = _is_ours.get() and gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape
+        is_fast = is_own_forward() and gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape
         return fast_swiglu(gate, x) if is_fast else original(gate, x)
 
     return swiglu

@@ -52,7 +52,7 @@ class Gathered(_Variant):
 
     def fetch(self, keys: mx.array, values: mx.array, view: PagedView) -> tuple[mx.array, mx.array]:
         """Returns [B, n_kv_heads, T * page_size, head_dim] of each, a copy of all columns, valid or not."""
-        rows = view.page_rows(keys.shape[1])
+        rows = view.page_rows(keys.shape[1]).swapaxes(1, 2)
         return _gather(keys, rows), _gather(values, rows)
 
     def mask(self, view: PagedView) -> mx.array | None:
@@ -111,21 +111,21 @@ class InPlace(_Variant):
         batch, query_heads, _, key_dim = queries.shape
         group, width = query_heads // heads, view.width
         pages = view.page_rows(heads)
-        query = mx.arange(batch * heads, dtype=mx.int32).reshape(batch, heads, 1)
+        query = mx.arange(batch * heads, dtype=mx.int32).reshape(batch, 1, heads)
         scores = mx.gather_mm(
             (queries * scale).reshape(batch * heads, group, key_dim),
             keys.reshape(num_pages * heads, size, key_dim).swapaxes(-1, -2),
             lhs_indices=mx.broadcast_to(query, pages.shape),
             rhs_indices=pages,
-        )  # [B, heads, T, group, size]
+        )  # [B, T, heads, group, size]
         weights, total = softmax_over_pages(scores, view.bias, sinks)
         partial = mx.gather_mm(
             weights.astype(values.dtype).reshape(-1, group, size),
             values.reshape(num_pages * heads, size, value_dim),
             lhs_indices=mx.arange(batch * heads * width, dtype=mx.int32).reshape(pages.shape),
             rhs_indices=pages,
-        )  # [B, heads, T, group, value_dim]
-        out = partial.astype(mx.float32).sum(axis=2) / total[..., None]
+        )  # [B, T, heads, group, value_dim]
+        out = partial.astype(mx.float32).sum(axis=1) / total[..., None]
         return out.astype(queries.dtype).reshape(batch, query_heads, 1, value_dim)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -15,7 +15,13 @@ from mlxd.caches.quantization import Quantization
 
 _Extent = tuple[int, int, int]
 
-_FILES = ("warp_products.cu", "rotary_heads.cu", "page_cells.cu", "attention_kernel.cu")
+_FILES = (
+    "warp_products.cu",
+    "weighted_sums.cu",
+    "rotary_heads.cu",
+    "page_cells.cu",
+    "attention_kernel.cu",
+)
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 _WIDTH_STEP = 32
 _PACKED_WIDTH_STEP = 64
@@ -29,6 +35,13 @@ _ENOUGH_WARPS = 2048
 _LONGEST_PART = 4096
 _SHORTEST_PART = 512
 """Columns: a part is longer only where the table is too narrow to have one, shorter only as a row's last."""
+
+
+class Division(NamedTuple):
+    """`parts` of each row, and `warps` of a block, which takes a part of one row's KV head."""
+
+    parts: int
+    warps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +76,25 @@ class KernelCase:
         return self.kv_heads * -(-self.group // _HEADS_OF_BLOCK)
 
     @property
-    def warps(self) -> int:
-        """Of a block; unpacking takes registers, which leave room for fewer."""
-        return 8 if self.quantization is None else 4
+    def block_sizes(self) -> tuple[int, ...]:
+        """Warps that a block may have, the most first.
 
-    def num_parts(self, rows: int, columns: int) -> int:
-        """Parts into which each of so many rows of at most `columns` is divided."""
+        Fewer leave less to join, where there are many blocks; wide and packed heads keep a warp longer.
+        """
+        if self.quantization is not None:
+            return (4,)
+        widest = max(self.key_dim, self.value_dim)
+        return (8, 4, 2) if widest <= 64 else (8, 4) if widest <= 128 else (8,)
+
+    def divide(self, rows: int, columns: int) -> Division:
+        """How so many rows of at most `columns` are spread over the GPU."""
         if self.window is not None:
             columns = min(columns, self.window)
-        enough = _ENOUGH_WARPS // (self.warps * rows * self.blocks_of_row)
-        wanted = max(enough, -(-columns // _LONGEST_PART))
-        return max(1, min(wanted, columns // _SHORTEST_PART))
+        blocks = rows * self.blocks_of_row
+        fitting = (warps for warps in self.block_sizes if warps * blocks <= _ENOUGH_WARPS)
+        warps = next(fitting, self.block_sizes[-1])
+        wanted = max(_ENOUGH_WARPS // (warps * blocks), -(-columns // _LONGEST_PART))
+        return Division(max(1, min(wanted, columns // _SHORTEST_PART)), warps)
 
 
 def is_supported(
@@ -97,8 +118,9 @@ def attend_by_kernel(
     view: PagedView,
     sinks: mx.array | None,
     turns: mx.array | None = None,
+    division: Division | None = None,
 ) -> mx.array:
-    """Attention of one position a row, which is written first.
+    """Attention of one position a row, which is written, too.
 
     Args:
         queries: [B, n_heads, 1, key_dim].
@@ -108,12 +130,13 @@ def attend_by_kernel(
             evaluation.
         sinks: [n_heads] extra logits that take weight and give no value, or None.
         turns: float32 [B, dims], `Turns.table`, where `case` says that queries and dense keys are rotated.
+        division: `case.divide` where it is None.
     Returns:
         [B, n_heads, 1, value_dim] in the queries' dtype.
     """
     rows, heads = queries.shape[:2]
-    parts = case.num_parts(rows, view.width * case.page_size)
-    threads = _LANES * case.warps
+    parts, warps = division or case.divide(rows, view.width * case.page_size)
+    threads = _LANES * warps
     grid = (parts * threads, case.blocks_of_row, rows), (threads, 1, 1)
     given = (x.astype(pool.dtype) for x, pool in zip(new, pools, strict=True))
     inputs = [queries.astype(case.dtype), *given, *pools, view.table, view.column]
@@ -148,7 +171,7 @@ def _launch(
     )
     return launch(
         inputs=inputs if sinks is None else [*inputs, sinks],
-        template=_template(case),
+        template=[*_template(case), ("WARPS", grid[1][0] // _LANES)],
         grid=grid[0],
         threadgroup=grid[1],
         output_shapes=output_shapes,
@@ -165,7 +188,6 @@ def _template(case: KernelCase) -> list[tuple[str, Any]]:
         ("KEY_DIM", case.key_dim),
         ("VALUE_DIM", case.value_dim),
         ("PAGE", case.page_size),
-        ("WARPS", case.warps),
         ("WINDOW", case.window or 0),
         ("SHORTEST", _SHORTEST_PART // _TILE),
         ("SCALE", bits_of(case.scale)),

@@ -23,19 +23,19 @@ def attend_packed_pages(
     batch, query_heads, _, key_dim = queries.shape
     group = query_heads // heads
     pages = view.page_rows(heads)
-    query = mx.arange(batch * heads, dtype=mx.int32).reshape(batch, heads, 1)
+    query = mx.arange(batch * heads, dtype=mx.int32).reshape(batch, 1, heads)
     scores = keys.gather_matmul(
         (queries * scale).reshape(batch * heads, group, key_dim),
         mx.broadcast_to(query, pages.shape),
         pages,
         transpose=True,
-    )  # [B, heads, T, group, size]
+    )  # [B, T, heads, group, size]
     weights, total = softmax_over_pages(scores, view.bias, sinks)
     partial = values.gather_matmul(
         weights.astype(values.scales.dtype).reshape(-1, group, size),
         mx.arange(batch * heads * view.width, dtype=mx.int32).reshape(pages.shape),
         pages,
         transpose=False,
-    )  # [B, heads, T, group, value_dim]
-    out = partial.astype(mx.float32).sum(axis=2) / total[..., None]
+    )  # [B, T, heads, group, value_dim]
+    out = partial.astype(mx.float32).sum(axis=1) / total[..., None]
     return out.astype(queries.dtype).reshape(batch, query_heads, 1, -1)

@@ -11,14 +11,21 @@ Launch = Callable[..., list[mx.array]]
 
 
 def make_kernel(
-    role: str, inputs: Sequence[str], outputs: Sequence[str], functions: str, body: str
+    role: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    functions: str,
+    body: str,
+    *,
+    reads_strides: bool = True,
 ) -> Launch:
-    """A kernel of these names' arrays, which it reads at their strides.
+    """A kernel of these names' arrays.
 
     MLX keeps what it compiled by name alone, also on disk, so the name holds a digest of the source.
 
     Args:
         functions, body: CUDA C++, what the kernel calls and what it does.
+        reads_strides: whether it reads arrays as they lie; else MLX copies those that do not lie together.
     """
     digest = hashlib.blake2b((functions + body).encode(), digest_size=8).hexdigest()
     made = mx.fast.cuda_kernel(
@@ -27,7 +34,7 @@ def make_kernel(
         output_names=outputs,
         header=functions,
         source=body,
-        ensure_row_contiguous=False,
+        ensure_row_contiguous=not reads_strides,
     )
     return cast(Launch, made)
 

@@ -9,15 +9,16 @@ from typing import TypeVar, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.activation import fast_activations
 from mlxd.batching.allocation import is_allocation_failure
 from mlxd.batching.attention import DecodeVariant
+from mlxd.batching.few_rows import ROW_BUCKETS, multiplies_few_rows, own_products
+from mlxd.batching.own_forward import own_forward
 from mlxd.batching.rotation import note_rotations
 from mlxd.batching.sampler import SamplingShape, sample
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import DecodeSlot, RowCache
 from mlxd.caches.paged_view import PagedView
-from mlxd.caches.row_group import RowGroup
+from mlxd.caches.row_group import RowGroup, row_bucket
 from mlxd.caches.sizing import GroupSpec
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Bucket:
         slots: the caches' slot keys, in layer order.
         sampling: which parts of the sampler are in the graph.
         attention: the decode attention variant.
+        products: whether they are our own.
     """
 
     num_rows: int
@@ -49,11 +51,13 @@ class Bucket:
     slots: tuple[str, ...] = field(repr=False)
     sampling: SamplingShape
     attention: str
+    products: bool
 
     def __str__(self) -> str:
         widths = "x".join(map(str, self.widths))
         return (
             f"rows={self.num_rows} pages={widths} sampling={self.sampling.label} attention={self.attention}"
+            f"{' products=kernel' if self.products else ''}"
         )
 
 
@@ -84,6 +88,8 @@ class DecodeStep:
 
     Attributes:
         enabled: whether graphs are compiled at all.
+        eager_at: row buckets that run eagerly all the same.
+        own_products: row buckets whose products are our own; none where the model has no such layers.
         wanted: buckets that ran eagerly because they were not traced yet, oldest first; the latest ones.
         compiles, failures: graphs compiled, and retired, so far.
         compiled_steps, eager_steps: steps run so far, by kind.
@@ -102,6 +108,8 @@ class DecodeStep:
         self._traces = _Traces()
         self._tables: dict[str, tuple[mx.array, mx.array]] = {}
         self.enabled = True
+        self.eager_at: frozenset[int] = frozenset()
+        self.own_products = ROW_BUCKETS if multiplies_few_rows(model) else frozenset()
         self.wanted: OrderedDict[Bucket, None] = OrderedDict()
         self.compiles = 0
         self.failures = 0
@@ -116,6 +124,10 @@ class DecodeStep:
     @property
     def retraces(self) -> int:
         return max(0, self._traces.count - self.compiles)
+
+    def compiles_at(self, num_rows: int) -> bool:
+        """Whether steps of so many rows are compiled."""
+        return self.enabled and row_bucket(num_rows) not in self.eager_at
 
     @property
     def has_room(self) -> bool:
@@ -157,12 +169,13 @@ class DecodeStep:
             slots=tuple(slot.key for slot in slots),
             sampling=shape,
             attention=attention.name,
+            products=row_bucket(int(tokens.shape[0])) in self.own_products,
         )
         step = StepInputs(positions, {})
         arrays = [tokens, positions, *self._device_tables(), *sampling]
         for cache, plan in zip(self._caches, plans, strict=True):
             arrays += cache.decode_inputs(plan, step)
-        body = self._body(slots, attention, shape, len(sampling))
+        body = self._body(slots, attention, bucket, len(sampling))
         outputs = self._run_compiled(bucket, body, arrays, may_trace)
         compiled = outputs is not None
         if outputs is None:
@@ -177,7 +190,8 @@ class DecodeStep:
         arrays: list[mx.array] = []
         for group in self._groups:
             if group.changed:
-                self._tables[group.spec.name] = mx.array(group.table), mx.array(group.start)
+                # What numpy gave may stay in the host's memory, far from CUDA; a result does not.
+                self._tables[group.spec.name] = mx.array(group.table) + 0, mx.array(group.start)
                 group.changed = False
             arrays += self._tables[group.spec.name]
         return arrays
@@ -186,7 +200,7 @@ class DecodeStep:
         self, bucket: Bucket, body: StepFunction, arrays: Sequence[mx.array], may_trace: bool
     ) -> list[mx.array] | None:
         """None where the step must run eagerly."""
-        if not self.enabled:
+        if not self.compiles_at(bucket.num_rows):
             return None
         if bucket not in self._graphs:
             if not may_trace:
@@ -211,7 +225,7 @@ class DecodeStep:
             return None
 
     def _body(
-        self, slots: Sequence[DecodeSlot], attention: DecodeVariant, shape: SamplingShape, num_sampling: int
+        self, slots: Sequence[DecodeSlot], attention: DecodeVariant, bucket: Bucket, num_sampling: int
     ) -> StepFunction:
         """The step as a function of arrays: it captures the model, slots and specs, no cache, no state."""
         model, paths, rotations = self._model, self._paths, self._rotations
@@ -233,9 +247,9 @@ class DecodeStep:
             for slot in slots:
                 stand_ins.append(slot.trace(arrays[at : at + slot.num_inputs], step))
                 at += slot.num_inputs
-            with rotations.during(positions), fast_activations():
+            with rotations.during(positions), own_forward(), own_products(bucket.products):
                 logits = model(tokens[:, None], cache=assemble(paths, stand_ins))[:, -1]
-            drawn = sample(shape, logits, tokens, sampling)
+            drawn = sample(bucket.sampling, logits, tokens, sampling)
             return [*drawn, *(array for stand_in in stand_ins for array in stand_in.outputs)]
 
         return body

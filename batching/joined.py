@@ -16,15 +16,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.selftest import tolerance
-from mlxd.caches.kinds import native_caches
+from mlxd.batching.rewriting import fault_in, logprobs
 from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 
 logger = logging.getLogger(__name__)
 
 _KNOWN = (nn.Linear, nn.QuantizedLinear)
 """Layers whose arrays all begin with the outputs: to join each array is to join the outputs."""
-_PROMPT, _NEXT = [3, 1, 2, 0, 1], [2]
 
 
 def join_projections(model: nn.Module, dtype: mx.Dtype) -> str:
@@ -44,7 +42,7 @@ def join_projections(model: nn.Module, dtype: mx.Dtype) -> str:
     joins = [_Join(parent, names) for parent, group in together for names in _of_one_form(parent, group)]
     if not joins:
         return "nothing: no layers that it knows share their input"
-    fault = _fault(model, expected, tolerance(dtype, mx.default_device().type))
+    fault = fault_in(model, expected, dtype)
     if fault is not None:
         logger.warning("projections are not joined: the model %s then", fault)
         for join in joins:
@@ -52,23 +50,6 @@ def join_projections(model: nn.Module, dtype: mx.Dtype) -> str:
         return f"nothing: the model {fault} then"
     counts = Counter("+".join(join.names) for join in joins)
     return ", ".join(f"{names} of {count} modules" for names, count in counts.items())
-
-
-def _logprobs(model: nn.Module) -> mx.array:
-    """float32 [positions, V], of a short prompt and of one token after it."""
-    caches = native_caches(model)
-    logits = [model(mx.array([tokens]), cache=caches)[0].astype(mx.float32) for tokens in (_PROMPT, _NEXT)]
-    found = mx.concatenate([x - mx.logsumexp(x, axis=-1, keepdims=True) for x in logits])
-    mx.eval(found)
-    return found
-
-
-def _fault(model: nn.Module, expected: mx.array, limit: float) -> str | None:
-    try:
-        worst = float(mx.abs(_logprobs(model) - expected).max())
-    except MODEL_FAULTS as error:
-        return f"fails ({summary_of(error)})"
-    return None if worst <= limit else f"differs by {worst:.2g}"
 
 
 class _Listener:
@@ -105,7 +86,7 @@ def _listen(model: nn.Module) -> tuple[list[tuple[nn.Module, list[str]]], mx.arr
     for module, listeners in heard:
         dict.update(module, listeners)
     try:
-        computed = _logprobs(model)
+        computed = logprobs(model)
     finally:
         for module, listeners in heard:
             dict.update(module, {name: listener.layer for name, listener in listeners.items()})

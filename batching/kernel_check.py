@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import cast
 
 import mlx.core as mx
@@ -63,10 +64,19 @@ class RandomStep:
         keys, values = self.new
         return _planes(self.case, self._rotated(keys), values)
 
-    def run(self) -> mx.array:
-        """[B, n_heads, 1, value_dim], by the kernel, which writes into `pools`."""
+    def run(self, warps: int | None = None) -> mx.array:
+        """[B, n_heads, 1, value_dim], by the kernel, which writes into `pools`.
+
+        Args:
+            warps: of a block; as `case` would have it where it is None.
+        """
         new = self.new if self.case.quantization is None else self._new_planes()
-        return attend_by_kernel(self.case, self.queries, new, self.pools, self.view, self.sinks, self.turns)
+        division = self.case.divide(len(self.queries), self.view.width * self.case.page_size)
+        if warps is not None:
+            division = division._replace(warps=warps)
+        return attend_by_kernel(
+            self.case, self.queries, new, self.pools, self.view, self.sinks, self.turns, division
+        )
 
     def written(self) -> list[mx.array]:
         """Other pools, which hold the new position, too."""
@@ -148,20 +158,20 @@ def relative_errors(out: mx.array, expected: mx.array) -> list[float]:
 def fault_in(cases: Iterable[KernelCase]) -> str | None:
     """What the kernel does wrong, or None."""
     for case in cases:
-        for columns in (_NARROW, _WIDE):
+        for columns, warps in product((_NARROW, _WIDE), case.block_sizes):
             width = max(2, columns // case.page_size)
             lengths = [1, case.page_size + 1, width * case.page_size - 5]
-            fault = _fault(random_step(case, lengths, width))
+            fault = _fault(random_step(case, lengths, width), warps)
             if fault is not None:
                 return f"{fault} in {case}"
     return None
 
 
-def _fault(step: RandomStep) -> str | None:
+def _fault(step: RandomStep, warps: int) -> str | None:
     expected, written = step.expected(), step.written()
     mx.eval(expected, written)
     try:
-        errors = relative_errors(step.run(), expected)
+        errors = relative_errors(step.run(warps), expected)
     except (RuntimeError, ValueError) as error:
         return summary_of(error)
     for row, off in enumerate(errors):

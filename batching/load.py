@@ -13,15 +13,18 @@ from msgspec.structs import replace
 
 from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
+from mlxd.batching.compile_choice import choose_compiled
 from mlxd.batching.device import device_memory_bytes, device_name, keep_compiled
+from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
+from mlxd.batching.product_choice import choose_products
 from mlxd.batching.runner import Progress, RunnerInfo
+from mlxd.batching.timing import TimeBox
 from mlxd.batching.trials import Attention, right_variants, variants_to_try
-from mlxd.batching.tuning import TimeBox
 from mlxd.caches.capacity import capacities, cost_of_packing
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan
@@ -88,6 +91,7 @@ def load_runner(
         loaded = load_model(folder, progress, max_model_len, name=model_path)
         layers = layers_of(loaded.model, quantization)
     joined = join_projections(loaded.model, loaded.dtype)
+    products = multiply_few_rows(loaded.model, loaded.dtype)
     size = AUTO_PAGE_SIZE if page_size == "auto" else page_size
     progress("tune", 0.0)
     box = TimeBox(warmup_s)
@@ -107,7 +111,7 @@ def load_runner(
         chunk=chunk,
         checkpoints=checkpoints,
     )
-    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined)
+    info = _info(model_path, loaded, memory, blas=blas.name, joined=joined, products=products)
     runner = MlxRunner(loaded.model, layers, memory, info, trace_bound_s=prefill_ms / 1000)
     runner.describe(signature=runner.signature, page_size=str(size), prefill_chunk=str(memory.chunk))
     names = variants_to_try(attention, layers, size, quantization)
@@ -128,7 +132,7 @@ def _chunk_timer(
     return partial(tuning.packed_chunk_s, loaded.model, packed, page_size)
 
 
-def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, *, blas: str, joined: str) -> RunnerInfo:
+def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, **notes: str) -> RunnerInfo:
     return RunnerInfo(
         model=name,
         vocab_size=loaded.vocab_size,
@@ -139,9 +143,8 @@ def _info(name: str, loaded: LoadedModel, memory: MemoryPlan, *, blas: str, join
         compiled=False,
         notes={
             "device": device_name(),
-            "blas": blas,
             "dtype": str(loaded.dtype).removeprefix("mlx.core."),
-            "joined": joined,
+            **notes,
         },
         fingerprint=fingerprint(loaded.path),
     )
@@ -180,24 +183,20 @@ def _tune(
         runner.describe(attention=_table(by_rows))
     progress("tune", 0.5)
     runner.step.enabled = compile == "on"
-    verdict = f"{compile}, as configured"
+    runner.describe(compile=f"{compile}, as configured")
     if compile == "auto":
-        times = tuning.choose_compiled(runner, memory, box.part(1 / 2), progress)
-        verdict = _verdict(runner.step.enabled, times)
+        times = choose_compiled(runner, memory, box.part(1 / 2), progress)
+        chosen = "compiled" if runner.step.enabled else "eager"
+        verdict = f"{_table(times)}; eager with three rows to four places" if times else ""
+        runner.describe(compile=verdict or f"{chosen}; there was no time to try")
+    if by_rows := choose_products(runner, memory, box.part(1 / 3), progress):
+        runner.describe(products=f"{runner.info.notes['products']}; {_table(by_rows)}")
     progress("tune", 1.0)
-    runner.describe(compiled=runner.step.enabled, compile=verdict)
+    runner.describe(compiled=runner.step.enabled)
     tuning.plan_prompts(runner, memory, box.part(1 / 3))
     if runner.step.enabled:
         done, total = tuning.trace_buckets(runner, memory, box, progress)
         runner.describe(traced=f"{done} of {total} buckets")
-
-
-def _verdict(is_compiled: bool, times: tuple[float, float] | None) -> str:
-    chosen = "compiled" if is_compiled else "eager"
-    if times is None:
-        return f"{chosen}; there was no time to try"
-    fast, slow = times
-    return f"{chosen} is faster: {fast * 1e3:.1f} ms compiled, {slow * 1e3:.1f} ms eager"
 
 
 def _table(times: dict[int, dict[str, float]]) -> str:

@@ -194,7 +194,7 @@ class MlxRunner:
         if not entries:
             return None, False
         # A graph is shared by all batches of its bucket; an eager step need not pay for idle rows.
-        exact = not self.step.enabled
+        exact = not self.step.compiles_at(len(entries))
         bucket = row_bucket(len(entries))
         num_rows = len(entries) if exact else bucket
         offsets = [e.position for e in entries]
@@ -244,7 +244,7 @@ class MlxRunner:
         )
         mx.eval(drawn)
         seconds = time.perf_counter() - begun
-        self._trace_s = max(self._trace_s, seconds if self.step.enabled else 0.0)
+        self._trace_s = max(self._trace_s, seconds if self.step.compiles_at(num_rows) else 0.0)
         return seconds
 
     def maintain(self) -> bool:

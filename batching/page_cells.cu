@@ -1,13 +1,13 @@
 // What a cell of a page, one position of one head, holds: DIM keys or values. Follows rotary_heads.cu.
 //
-// `load` gives words of T from a cell's dimension `dim` on, zeros where there is nothing; `take` fills a cell with one head
-// of a row, by all threads of a block.
+// `load` gives words of T from a cell's dimension `dim` on, zeros where there is nothing; `take` fills a cell with the
+// first of others, by all threads of a block.
 
 namespace mlxd {
 
 template <int COUNT, typename T>
-__device__ inline void copy(T* to, size_t cell, const T* from, size_t from_cell) {
-  for (int i = threadIdx.x; i < COUNT; i += blockDim.x) to[cell * COUNT + i] = from[from_cell * COUNT + i];
+__device__ inline void copy(T* to, const T* from) {
+  for (int i = threadIdx.x; i < COUNT; i += blockDim.x) to[i] = from[i];
 }
 
 // Numbers as they are.
@@ -20,10 +20,7 @@ struct Dense {
     mlxd::load(words, numbers + cell * DIM + dim, is_there);
   }
 
-  template <typename Heads>
-  __device__ void take(size_t cell, const Heads& from, int row, int head, int) const {
-    from.template copy<DIM>(numbers + cell * DIM, row, head, 1);
-  }
+  __device__ void take(size_t cell, const Dense& from) const { copy<DIM>(numbers + cell * DIM, from.numbers); }
 };
 
 // MLX's affine quantisation: numbers are code * scale + bias, of BITS bits; SHARING neighbours share scale and bias.
@@ -56,12 +53,14 @@ struct Packed {
     }
   }
 
-  // from: cells of [rows, heads].
-  __device__ void take(size_t cell, const Packed& from, int row, int head, int heads) const {
-    const size_t from_cell = static_cast<size_t>(row) * heads + head;
-    copy<kCodes>(codes, cell, from.codes, from_cell);
-    copy<kScales>(scales, cell, from.scales, from_cell);
-    copy<kScales>(biases, cell, from.biases, from_cell);
+  __device__ void take(size_t cell, const Packed& from) const {
+    mlxd::copy<kCodes>(codes + cell * kCodes, from.codes);
+    copy<kScales>(scales + cell * kScales, from.scales);
+    copy<kScales>(biases + cell * kScales, from.biases);
+  }
+
+  __device__ Packed from(size_t cell) const {
+    return {codes + cell * kCodes, scales + cell * kScales, biases + cell * kScales};
   }
 
  private:
@@ -72,6 +71,33 @@ struct Packed {
                                     : (code[0] >> 4 * i & 15u) | kMagic;
     return __uint_as_float(bits) - 8388608.0f;
   }
+};
+
+// Keys or values of one head of a row's new position, as the first of `cells`. A block of THREADS threads reads them at
+// its start, and stores them in shared memory once it has asked for all else.
+template <typename From, int DIM, int THREADS>
+struct NewCell;
+
+template <typename T, typename Rotation, int DIM, int THREADS>
+struct NewCell<Heads<T, Rotation>, DIM, THREADS> {
+  Share<T, DIM, 1, THREADS, Rotation> share;
+  Dense<T, DIM> cells;
+
+  __device__ NewCell(const Heads<T, Rotation>& heads, T* shared, int row, int head, int)
+      : share(heads.template share<DIM, 1, THREADS>(row, head, 1)), cells{shared} {}
+
+  __device__ void store() const { share.store(cells.numbers); }
+};
+
+// Packed ones, cells of [rows, heads], are read where they lie.
+template <typename T, int DIM, int BITS, int SHARING, int THREADS>
+struct NewCell<Packed<T, DIM, BITS, SHARING>, DIM, THREADS> {
+  Packed<T, DIM, BITS, SHARING> cells;
+
+  __device__ NewCell(const Packed<T, DIM, BITS, SHARING>& all, T*, int row, int head, int heads)
+      : cells(all.from(static_cast<size_t>(row) * heads + head)) {}
+
+  __device__ void store() const {}
 };
 
 }  // namespace mlxd

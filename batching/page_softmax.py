@@ -9,19 +9,19 @@ def softmax_over_pages(scores: mx.array, bias: mx.array, sinks: mx.array | None)
     """Weights over pages and columns together, before they are divided by their sum.
 
     Args:
-        scores: [B, n_kv_heads, T, group, page_size], any float dtype.
-        bias: float32 [B, 1, T, 1, page_size], `PagedView.bias`.
+        scores: [B, T, n_kv_heads, group, page_size], any float dtype.
+        bias: float32 [B, T, 1, 1, page_size], `PagedView.bias`.
         sinks: [n_kv_heads * group] extra logits that take weight and give no value, or None.
     Returns:
         Weights, float32 and shaped like `scores`, and their sum, [B, n_kv_heads, group].
     """
-    _, heads, _, group, _ = scores.shape
+    _, _, heads, group, _ = scores.shape
     scores = scores.astype(mx.float32) + bias
-    top = scores.max(axis=(2, 4), keepdims=True)
+    top = scores.max(axis=(1, 4), keepdims=True)
     if sinks is None:
         weights = exp_of_difference(scores, top)
-        return weights, weights.sum(axis=(2, 4))
-    sink = sinks.astype(mx.float32).reshape(1, heads, 1, group, 1)
+        return weights, weights.sum(axis=(1, 4))
+    sink = sinks.astype(mx.float32).reshape(1, 1, heads, group, 1)
     top = mx.maximum(top, sink)
     weights = exp_of_difference(scores, top)
-    return weights, weights.sum(axis=(2, 4)) + mx.exp(sink - top).squeeze((2, 4))
+    return weights, weights.sum(axis=(1, 4)) + mx.exp(sink - top).squeeze((1, 4))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.activation import fast_activations
 from mlxd.batching.device import plans_by_shape
+from mlxd.batching.own_forward import own_forward
 from mlxd.batching.plan import PrefillChunk
 from mlxd.caches.composite import Path, assemble
 from mlxd.caches.contract import PrefillStandIn, RowCache
@@ -138,7 +138,7 @@ class Prefill:
         for cache in self._maintained:
             cache.begin_prefill()
         stand_ins = self._stand_ins(self._views(cohort, num_rows, length, writer), start)
-        with fast_activations():
+        with own_forward():
             self._model(tokens, cache=assemble(self._paths, stand_ins))
         written = [stand_in.finish() for stand_in in stand_ins]
         for cache in self._maintained:

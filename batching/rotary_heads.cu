@@ -21,12 +21,33 @@ struct Rotary {
   }
 
   __device__ void turn(int row, int pair, float& x, float& y) const {
-    if (pair >= DIMS / 2) return;
+    const int turning = min(pair, DIMS / 2 - 1);
     const float* of_row = turns + static_cast<size_t>(row) * DIMS;
-    const float cosine = of_row[first(pair)], sine = of_row[second(pair)];
-    const float turned = x * cosine - y * sine;
-    y = x * sine + y * cosine;
-    x = turned;
+    const float cosine = of_row[first(turning)], sine = of_row[second(turning)];
+    const float a = x * cosine - y * sine, b = x * sine + y * cosine;
+    x = pair < DIMS / 2 ? a : x, y = pair < DIMS / 2 ? b : y;
+  }
+};
+
+// A thread's share of up to COUNT heads of DIM numbers on their way to shared memory, of THREADS threads. They are read
+// into registers without branches, so that all of a block's first reads are under way at once.
+template <typename T, int DIM, int COUNT, int THREADS, typename Rotation>
+struct Share {
+  static constexpr int kMine = (COUNT * DIM / 2 + THREADS - 1) / THREADS;
+
+  T numbers[kMine][2];
+
+  static __device__ int head(int i) { return (threadIdx.x + i * THREADS) / (DIM / 2); }
+  static __device__ int pair(int i) { return (threadIdx.x + i * THREADS) % (DIM / 2); }
+
+  // to: [COUNT, DIM] in shared memory.
+  __device__ void store(T* to) const {
+#pragma unroll
+    for (int i = 0; i < kMine; i++) {
+      if (head(i) >= COUNT) break;
+      T* of_head = to + head(i) * DIM;
+      of_head[Rotation::first(pair(i))] = numbers[i][0], of_head[Rotation::second(pair(i))] = numbers[i][1];
+    }
   }
 };
 
@@ -37,17 +58,20 @@ struct Heads {
   int64_t row_stride, head_stride, stride;
   Rotation rotation;
 
-  // `count` heads of a row as [count, DIM], by all threads of a block.
-  template <int DIM>
-  __device__ void copy(T* to, int row, int first_head, int count) const {
-    for (int i = threadIdx.x; i < count * (DIM / 2); i += blockDim.x) {
-      const int head = i / (DIM / 2), pair = i % (DIM / 2);
-      const int a = rotation.first(pair), b = rotation.second(pair);
-      const T* from = numbers + row * row_stride + (first_head + head) * head_stride;
-      float x = static_cast<float>(from[a * stride]), y = static_cast<float>(from[b * stride]);
+  // `count` heads of a row, rotated; the last of them over and over up to COUNT.
+  template <int DIM, int COUNT, int THREADS>
+  __device__ Share<T, DIM, COUNT, THREADS, Rotation> share(int row, int first_head, int count) const {
+    Share<T, DIM, COUNT, THREADS, Rotation> mine;
+#pragma unroll
+    for (int i = 0; i < mine.kMine; i++) {
+      const int pair = mine.pair(i);
+      const T* from = numbers + row * row_stride + (first_head + min(mine.head(i), count - 1)) * head_stride;
+      float x = static_cast<float>(from[rotation.first(pair) * stride]);
+      float y = static_cast<float>(from[rotation.second(pair) * stride]);
       rotation.turn(row, pair, x, y);
-      to[head * DIM + a] = static_cast<T>(x), to[head * DIM + b] = static_cast<T>(y);
+      mine.numbers[i][0] = static_cast<T>(x), mine.numbers[i][1] = static_cast<T>(y);
     }
+    return mine;
   }
 };
 

@@ -1,4 +1,4 @@
-"""Choices made by timing at start: chunk size, attention by row bucket, compiled or eager."""
+"""Choices made by timing at start: chunk size, attention by row bucket; and what is planned and traced."""
 
 import math
 import time
@@ -9,12 +9,13 @@ from itertools import product
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxd.batching.device import compiles_kernels, on_cpu, plans_by_shape
+from mlxd.batching.device import compiles_kernels, plans_by_shape
 from mlxd.batching.driver import Driver
 from mlxd.batching.errors import SettingError
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import Progress, RunnerInfo, ignore_progress
 from mlxd.batching.sampling_params import GREEDY, SamplingParams
+from mlxd.batching.timing import TimeBox, best_s, nearest_measured, outside_in
 from mlxd.caches.kinds import Layer, group_specs, native_caches
 from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 from mlxd.caches.row_group import row_bucket, width_bucket
@@ -22,32 +23,11 @@ from mlxd.caches.sizing import MemoryPlan, plan_memory
 
 _SMALLEST_CHUNK = 64
 _LARGEST_CHUNK = 2048
-_REPEATS = 3
 _KERNEL_LEAD = 0.75
 """Of the kernel's time counts: eager steps cost the host more than compiled ones, and noise is as large."""
-_HOPELESS = 2.0
 _LONGEST_CONTEXT = 0.5
 """Of the largest context: what a row is timed with, where that many pages a row there are."""
 DRAWN = SamplingParams(temperature=1.0)
-
-
-class TimeBox:
-    """So many seconds, from its making on."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._ends_at = time.perf_counter() + limit_s
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._ends_at - time.perf_counter())
-
-    @property
-    def is_over(self) -> bool:
-        return self.left_s == 0.0
-
-    def part(self, share: float) -> "TimeBox":
-        """One that ends when `share` of what is left now has passed."""
-        return TimeBox(share * self.left_s)
 
 
 def choose_chunk(
@@ -201,17 +181,6 @@ def typical_widths(memory: MemoryPlan, num_rows: int) -> tuple[int, ...]:
     return _widths(memory, limits, pages)
 
 
-def best_s(run: Callable[[], float], box: TimeBox, beat_s: float = math.inf) -> float:
-    """Least of a few runs: what other work adds is never negative.
-
-    Of one run where time is over, or where it takes far longer than the `beat_s` that it should beat.
-    """
-    times = [run()]
-    while len(times) < _REPEATS and not box.is_over and min(times) < _HOPELESS * beat_s:
-        times.append(run())
-    return min(times)
-
-
 def choose_attention(
     runner: MlxRunner,
     memory: MemoryPlan,
@@ -229,7 +198,7 @@ def choose_attention(
     """
     times: dict[int, dict[str, float]] = {}
     buckets = row_buckets(runner.info.max_batch)
-    for rows in _outside_in(buckets):
+    for rows in outside_in(buckets):
         if times and box.is_over:
             break
         times[rows], widths = {}, typical_widths(memory, rows)
@@ -241,43 +210,12 @@ def choose_attention(
                 run()
             beat_s = min(times[rows].values(), default=math.inf)
             times[rows][name] = best_s(run, box, beat_s)
-    best = {}
-    for rows in buckets:
-        nearest = times[min(times, key=lambda measured: abs(measured - rows))]
-        best[rows] = min(right, key=lambda name: nearest[name] * (_KERNEL_LEAD if name == "kernel" else 1.0))
+    best = {
+        rows: min(right, key=lambda name: by[name] * (_KERNEL_LEAD if name == "kernel" else 1.0))
+        for rows, by in nearest_measured(times, buckets).items()
+    }
     runner.set_attention(right[0], best)
     return dict(sorted(times.items()))
-
-
-def _outside_in(values: Sequence[int]) -> list[int]:
-    """Last, first, then the middle: the most telling ones first."""
-    ends = [values[-1], values[0]] if len(values) > 1 else [values[0]]
-    return ends + list(values[1:-1])
-
-
-def choose_compiled(
-    runner: MlxRunner, memory: MemoryPlan, box: TimeBox, progress: Progress = ignore_progress
-) -> tuple[float, float] | None:
-    """Let the compiled or the eager step serve, whichever is the faster; seconds of both.
-
-    Three rows to four places: a compiled step pays for its whole bucket, an eager one for the rows there are.
-
-    Returns:
-        None where there is no time to try: compiled steps serve then, on the CPU eager ones.
-    """
-    if box.is_over:
-        runner.step.enabled = not on_cpu()
-        return None
-    bucket = row_bucket(runner.info.max_batch)
-    widths = typical_widths(memory, bucket)
-    times = {}
-    for enabled, rows in ((True, bucket), (False, max(1, bucket * 3 // 4))):
-        runner.step.enabled = enabled
-        runner.trace(rows, widths, GREEDY)
-        progress("tune", 0.75)
-        times[enabled] = best_s(partial(runner.trace, rows, widths, GREEDY), box)
-    runner.step.enabled = times[True] <= times[False]
-    return times[True], times[False]
 
 
 def trace_buckets(runner: MlxRunner, memory: MemoryPlan, box: TimeBox, progress: Progress) -> tuple[int, int]:
@@ -301,4 +239,5 @@ def trace_buckets(runner: MlxRunner, memory: MemoryPlan, box: TimeBox, progress:
 
 
 def _buckets(runner: MlxRunner, memory: MemoryPlan) -> Iterator[tuple[tuple[int, ...], int, SamplingParams]]:
-    yield from product(reachable_widths(memory), row_buckets(runner.info.max_batch), (GREEDY, DRAWN))
+    compiled = [rows for rows in row_buckets(runner.info.max_batch) if runner.step.compiles_at(rows)]
+    yield from product(reachable_widths(memory), compiled, (GREEDY, DRAWN))

@@ -88,6 +88,7 @@ def _break_down(bench: "BenchModel", rows: int, options: argparse.Namespace, rec
         page_size=options.page_size,
         attention=options.attention,
         join=options.join,
+        multiply=options.multiply,
     )
     record({"kind": "choices", **runner.info.notes})
     record({"kind": "whole", **_whole(bench, runner, rows, options)})
@@ -197,6 +198,12 @@ def _options() -> argparse.Namespace:
     add_page_size(parser)
     parser.add_argument(
         "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
+    )
+    parser.add_argument(
+        "--multiply",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="products of our own, on CUDA",
     )
     parser.add_argument("--attention", choices=("in_place", "gathered", "kernel"), default="in_place")
     parser.add_argument(

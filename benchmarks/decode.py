@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import entry
+from decode_table import print_table
 from figures import Line, Record, of_case, read_lines, record
 from options import Parser, add_output, add_page_size, models, number_from, numbers, some_of
-from rich.console import Console
-from rich.table import Table
 
 from mlxd.batching.blas import ensure_blas
 
@@ -188,6 +187,7 @@ def _full_sides(
         attention=options.attention,
         compile=options.compile,
         join=options.join,
+        multiply=options.multiply,
     )
     record({"kind": "choices", **case.line, **runner.info.notes})
     if options.check:
@@ -239,30 +239,6 @@ def _block_s(side: "Side", steps: int) -> list[float]:
     return times
 
 
-def print_table(lines: Sequence[Line]) -> None:
-    """A row for each case, and where it was measured."""
-    title = "tokens a second; milliseconds of our step, and its floor"
-    names = "model", "rows", "context", "mlxd", "mlx-lm", "ratio", "ms", "floor"
-    table = Table(*names, title=title, show_edge=False)
-    sides: dict[str, Line] = {}
-    for line in lines:
-        if line["kind"] == "machine":
-            facts = "device", "blas", "mlx", "mlx_lm", "read_gb_per_s"
-            table.caption = ", ".join(f"{fact} {line[fact]}" for fact in facts)
-        elif line["kind"] == "skipped":
-            case = line["model"], str(line["rows"]), f"{line['context']} {line['lengths']}"
-            table.add_row(*case, line["reason"])
-        elif line["kind"] == "steady":
-            sides[line["side"]] = line
-        elif line["kind"] == "ratio":
-            ours, theirs = sides["mlxd"], sides["mlx-lm"]
-            case = line["model"], str(line["rows"]), f"{line['context']} {line['lengths']}"
-            speeds = f"{ours['tokens_per_s']:.1f}", f"{theirs['tokens_per_s']:.1f}"
-            times = f"{ours['ms_per_step']:.2f}", f"{ours['floor_ms']:.2f}"
-            table.add_row(*case, *speeds, f"{line['mlxd_over_mlx_lm']:.2f}", *times)
-    Console().print(table)
-
-
 def _options() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument(
@@ -289,6 +265,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument(
         "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
+    )
+    parser.add_argument(
+        "--multiply",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="products of our own, on CUDA",
     )
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float32 first"

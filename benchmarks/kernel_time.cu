@@ -1,12 +1,15 @@
-// Time that the decode attention kernel takes on the GPU alone, without MLX's launch.
+// Time that the decode attention kernel takes on the GPU alone, rotating and writing as in a step, without MLX's launch.
 //
 //   nvcc -O3 -std=c++17 -arch=native -I batching -o /tmp/kernel_time benchmarks/kernel_time.cu && /tmp/kernel_time
 //
-// 8 KV heads with 4 query heads each, bfloat16, pages of 64 in random order, more of them than a cache holds. A line:
-// width, rows, columns, parts of a row, microseconds (median of 15 times 20 launches), GB/s of keys and values read.
-// The first line is the rate at which a kernel that only reads goes through 4 GiB.
+// 8 KV heads with 4 query heads each, bfloat16, pages of 64 in random order. Before each attention 64 MB of weights are
+// read by blocks that take most of an SM's memory, as products do in a step, so that no cache holds what it reads; the
+// time of that alone is taken off. A line: width, rows, columns, parts of a row, warps of a block, microseconds (median
+// of 15 graphs of 20 layers), GB/s of keys and values read. The first line is the rate at which a kernel that only reads
+// goes through 4 GiB.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstdint>
 #include <cstdio>
@@ -15,18 +18,21 @@
 #include <vector>
 
 #include "warp_products.cu"
+#include "weighted_sums.cu"
+#include "rotary_heads.cu"
 #include "page_cells.cu"
 #include "attention_kernel.cu"
 
 using Number = __nv_bfloat16;
 
-constexpr int kKvHeads = 8, kGroup = 4, kPage = 64, kWarpsOfBlock = 8, kShortest = 32, kCalls = 20;
+constexpr int kKvHeads = 8, kGroup = 4, kPage = 64, kShortest = 32, kCalls = 20;
+constexpr int kWeights = 1 << 22, kSets = 8, kSharedBytes = 200 * 1024;  // 16-byte words of a layer, and layers
 
 template <int DIM>
 struct Layer {
-  using Cells = mlxd::Dense<Number, DIM>;
-  const Number* queries;
-  Cells new_keys, new_values, keys, values;
+  mlxd::Heads<Number, mlxd::Rotary<DIM, 0>> queries, key;
+  mlxd::Heads<Number, mlxd::Unrotated> value;
+  mlxd::Dense<Number, DIM> keys, values;
   const int32_t* table;
   const int32_t* last;
   int width;
@@ -34,21 +40,21 @@ struct Layer {
   float *sums, *stats;
 };
 
-template <int DIM, typename Result>
+template <int DIM, int WARPS, typename Result>
 __device__ void attend(const Layer<DIM>& layer, Result result) {
-  mlxd::attend<Number, kGroup, DIM, DIM, kPage, kWarpsOfBlock>(
-      layer.queries, layer.new_keys, layer.new_values, layer.keys, layer.values, layer.table, layer.width, layer.last,
-      0, kShortest, 0.1f, 0.0f, result);
+  mlxd::attend<Number, kGroup, DIM, DIM, kPage, WARPS>(layer.queries, layer.key, layer.value, layer.keys,
+                                                       layer.values, layer.table, layer.width, layer.last, 0,
+                                                       kShortest, 0.1f, 0.0f, result);
 }
 
-template <int DIM>
+template <int DIM, int WARPS>
 __global__ void whole(Layer<DIM> layer) {
-  attend(layer, mlxd::Whole<Number, Number, false>{layer.out, nullptr});
+  attend<DIM, WARPS>(layer, mlxd::Whole<Number, Number, false>{layer.out, nullptr});
 }
 
-template <int DIM>
+template <int DIM, int WARPS>
 __global__ void part(Layer<DIM> layer) {
-  attend(layer, mlxd::Part{layer.sums, layer.stats});
+  attend<DIM, WARPS>(layer, mlxd::Part{layer.sums, layer.stats});
 }
 
 template <int DIM>
@@ -89,16 +95,35 @@ int32_t* integers(const std::vector<int32_t>& values) {
   return memory;
 }
 
+float* random_turns(size_t rows, int dims) {
+  std::vector<float> turns(rows * dims);
+  for (size_t i = 0; i < turns.size(); i++) {
+    const float angle = i / dims * dims + i % (dims / 2);
+    turns[i] = i % dims < size_t(dims / 2) ? std::cos(angle) : std::sin(angle);
+  }
+  float* memory = device<float>(turns.size());
+  cudaMemcpy(memory, turns.data(), turns.size() * sizeof(float), cudaMemcpyHostToDevice);
+  return memory;
+}
+
+// Of each of kCalls launches, all in one graph.
 template <typename Launch>
 float median_us(Launch launch) {
   cudaEvent_t begun, ended;
   cudaEventCreate(&begun), cudaEventCreate(&ended);
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t steps;
+  cudaStreamCreate(&stream);
+  cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
+  for (int i = 0; i < kCalls; i++) launch(i, stream);
+  cudaStreamEndCapture(stream, &graph);
+  cudaGraphInstantiate(&steps, graph, 0);
   std::vector<float> times;
   for (int repeat = 0; repeat < 16; repeat++) {
     float ms = 0;
-    cudaEventRecord(begun);
-    for (int i = 0; i < kCalls; i++) launch(i);
-    cudaEventRecord(ended), cudaEventSynchronize(ended), cudaEventElapsedTime(&ms, begun, ended);
+    cudaEventRecord(begun, stream), cudaGraphLaunch(steps, stream), cudaEventRecord(ended, stream);
+    cudaEventSynchronize(ended), cudaEventElapsedTime(&ms, begun, ended);
     if (repeat) times.push_back(1000 * ms / kCalls);
   }
   if (cudaGetLastError() != cudaSuccess) std::exit(1);
@@ -106,30 +131,56 @@ float median_us(Launch launch) {
   return times[times.size() / 2];
 }
 
-template <int DIM>
-void measure(int rows, int columns, int parts) {
-  const int width = columns / kPage, num_pages = rows * width;
-  const size_t pool = size_t(num_pages) * kKvHeads * kPage * DIM, heads = size_t(rows) * kKvHeads * kGroup;
+// What comes between two attentions.
+struct Weights {
+  const uint4* words = reinterpret_cast<const uint4*>(numbers(size_t(8) * kWeights * kSets));
+  uint32_t* out = device<uint32_t>(1);
+
+  Weights() { cudaFuncSetAttribute(read, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes); }
+
+  void pass(int i, cudaStream_t stream) const {
+    read<<<132, 1024, kSharedBytes, stream>>>(words + size_t(i % kSets) * kWeights, kWeights, out);
+  }
+};
+
+template <int DIM, int WARPS>
+void measure(const Weights& weights, int rows, int columns, int parts) {
+  const int width = (columns + kPage - 1) / kPage, num_pages = rows * width, heads = kKvHeads * kGroup;
+  const size_t pool = size_t(num_pages) * kKvHeads * kPage * DIM;
   std::vector<int32_t> table(num_pages), last(rows, columns - 1);
   std::iota(table.begin(), table.end(), 0);
   std::shuffle(table.begin(), table.end(), std::mt19937(0));
-  const Layer<DIM> first{numbers(heads * DIM),  {numbers(heads * DIM)}, {numbers(heads * DIM)},       {}, {},
-                         integers(table),       integers(last),         width,                        numbers(heads * DIM),
-                         device<float>(heads * parts * DIM), device<float>(heads * parts * 2)};
+  const int64_t stride = (heads + 2 * kKvHeads) * DIM;  // of a row of the product that made all three
+  const Number* made = numbers(rows * stride);
+  const mlxd::Rotary<DIM, 0> rotary{random_turns(rows, DIM)};
+  const Layer<DIM> first{{made, stride, DIM, 1, rotary},
+                         {made + heads * DIM, stride, DIM, 1, rotary},
+                         {made + (heads + kKvHeads) * DIM, stride, DIM, 1, {}},
+                         {},
+                         {},
+                         integers(table),
+                         integers(last),
+                         width,
+                         numbers(size_t(rows) * heads * DIM),
+                         device<float>(size_t(rows) * heads * parts * DIM),
+                         device<float>(size_t(rows) * heads * parts * 2)};
   std::vector<Layer<DIM>> layers(1 + 400'000'000 / (4 * pool), first);
   for (auto& layer : layers) layer.keys = {numbers(pool)}, layer.values = {numbers(pool)};
 
-  const dim3 grid(parts, kKvHeads, rows);
-  const float us = median_us([&](int i) {
+  const auto step = [&](int i, cudaStream_t stream) {
     const Layer<DIM>& layer = layers[i % layers.size()];
+    const dim3 grid(parts, kKvHeads, rows);
+    weights.pass(i, stream);
     if (parts == 1) {
-      whole<DIM><<<grid, 32 * kWarpsOfBlock>>>(layer);
+      whole<DIM, WARPS><<<grid, 32 * WARPS, 0, stream>>>(layer);
     } else {
-      part<DIM><<<grid, 32 * kWarpsOfBlock>>>(layer);
-      join<DIM><<<dim3(kKvHeads * kGroup, rows), DIM>>>(layer, parts);
+      part<DIM, WARPS><<<grid, 32 * WARPS, 0, stream>>>(layer);
+      join<DIM><<<dim3(heads, rows), DIM, 0, stream>>>(layer, parts);
     }
-  });
-  std::printf("%3d %4d %6d %3d %8.1f %6.0f\n", DIM, rows, columns, parts, us, 4 * pool / us / 1000);
+  };
+  const float us = median_us(step) - median_us([&](int i, cudaStream_t stream) { weights.pass(i, stream); });
+  const double bytes = 4.0 * rows * columns * kKvHeads * DIM;
+  std::printf("%3d %4d %6d %3d %2d %8.1f %6.0f\n", DIM, rows, columns, parts, WARPS, us, bytes / us / 1000);
   for (auto& layer : layers) cudaFree(layer.keys.numbers), cudaFree(layer.values.numbers);
 }
 
@@ -137,9 +188,21 @@ int main() {
   const size_t words = size_t(1) << 28;
   const auto* memory = reinterpret_cast<const uint4*>(numbers(8 * words));
   uint32_t* out = device<uint32_t>(1);
-  const float us = median_us([&](int) { read<<<2112, 512>>>(memory, words, out); });
+  const float us = median_us([&](int, cudaStream_t stream) { read<<<2112, 512, 0, stream>>>(memory, words, out); });
   std::printf("read %.0f GB/s\n", 16 * words / us / 1000);
-  const int cases[][3] = {{1, 512, 1}, {1, 16384, 32}, {8, 512, 1}, {8, 16384, 4}, {32, 512, 1}, {32, 4096, 1}, {128, 512, 1}};
-  for (const auto& [rows, columns, parts] : cases) measure<64>(rows, columns, parts);
-  for (const auto& [rows, columns, parts] : cases) measure<128>(rows, columns, parts);
+  const Weights weights;
+  measure<64, 8>(weights, 1, 544, 1);
+  measure<64, 8>(weights, 1, 16384, 32);
+  measure<64, 8>(weights, 8, 544, 1);
+  measure<64, 8>(weights, 8, 16384, 4);
+  measure<64, 8>(weights, 32, 544, 1);
+  measure<64, 8>(weights, 32, 4096, 1);
+  measure<64, 2>(weights, 128, 544, 1);
+  measure<128, 8>(weights, 1, 544, 1);
+  measure<128, 8>(weights, 1, 16384, 32);
+  measure<128, 8>(weights, 8, 544, 1);
+  measure<128, 8>(weights, 8, 16384, 4);
+  measure<128, 8>(weights, 32, 544, 1);
+  measure<128, 8>(weights, 32, 4096, 1);
+  measure<128, 4>(weights, 128, 544, 1);
 }

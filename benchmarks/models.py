@@ -12,13 +12,16 @@ from mlx_lm.models import gemma3_text, llama
 from shapes import PACKED, SHAPES
 
 from mlxd.batching import tuning
+from mlxd.batching.compile_choice import choose_compiled
 from mlxd.batching.device import device_memory_bytes, keep_compiled
+from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import check_attention, layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import open_model, resolve
 from mlxd.batching.parameters import main_dtype, parameters_of
 from mlxd.batching.runner import RunnerInfo, ignore_progress
+from mlxd.batching.timing import TimeBox
 from mlxd.caches.kinds import Layer, group_specs
 from mlxd.caches.quantization import Quantization
 from mlxd.caches.sizing import MemoryPlan, plan_memory
@@ -107,10 +110,12 @@ def make_runner(
     compile: Literal["auto", "on", "off"] = "auto",
     quantization: Quantization | None = None,
     join: bool = True,
+    multiply: bool = True,
 ) -> MlxRunner:
     """A runner with room for `max_rows` rows of `max_model_len`, made and tuned as the daemon does at start.
 
-    `join`: whether projections of one input become one product; the model of `bench` stays as it is.
+    `join`: whether projections of one input become one product, `multiply`: whether those of few rows are our
+    own, where there is a kernel for it; the model of `bench` stays as it is.
 
     Raises:
         SettingError: this machine has not what `attention` needs.
@@ -129,27 +134,30 @@ def make_runner(
         compiled=compile != "off",
     )
     model = bench.twin()
-    joined = join_projections(model, main_dtype(model)) if join else "nothing"
+    dtype = main_dtype(model)
+    joined = join_projections(model, dtype) if join else "nothing"
+    products = multiply_few_rows(model, dtype) if multiply else "by MLX"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
-        times = tuning.choose_attention(runner, memory, _VARIANTS, tuning.TimeBox(_TUNING_S))
+        times = tuning.choose_attention(runner, memory, _VARIANTS, TimeBox(_TUNING_S))
         attention = ", ".join(f"{min(ms, key=ms.__getitem__)} at {rows}" for rows, ms in times.items())
     else:
         runner.set_attention(attention)
     if compile == "auto":
-        tuning.choose_compiled(runner, memory, tuning.TimeBox(_TUNING_S))
+        choose_compiled(runner, memory, TimeBox(_TUNING_S))
     else:
         runner.step.enabled = compile == "on"
-    runner.describe(attention=attention, compile="on" if runner.step.enabled else "off", joined=joined)
+    compiled = "on" if runner.step.compiles_at(max_rows) else "off"
+    runner.describe(attention=attention, compile=compiled, joined=joined, products=products)
     return runner
 
 
 def warm_up(runner: MlxRunner) -> None:
     """Plan and trace what service may need, as the daemon does at start where it has the time."""
     memory = runner.info.memory
-    tuning.plan_prompts(runner, memory, tuning.TimeBox(_TUNING_S))
+    tuning.plan_prompts(runner, memory, TimeBox(_TUNING_S))
     if runner.step.enabled:
-        tuning.trace_buckets(runner, memory, tuning.TimeBox(_TUNING_S), ignore_progress)
+        tuning.trace_buckets(runner, memory, TimeBox(_TUNING_S), ignore_progress)
 
 
 def _plan(

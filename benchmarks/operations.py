@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--attention", choices=VARIANTS, default="in_place", help="decode attention variant")
     parser.add_argument("--compile", choices=("on", "off"), default="on")
     parser.add_argument("--join", action="store_true", help="join projections that share their input")
+    parser.add_argument("--multiply", action="store_true", help="products of our own, on CUDA")
     add_out(parser, "operations")
     options = parser.options()
     ensure_blas()
@@ -106,6 +107,7 @@ def main() -> None:
         attention=options.attention,
         compile=options.compile,
         join=options.join,
+        multiply=options.multiply,
     )
     record({"kind": "choices", **runner.info.notes}, options.out)
     counts = of_step(runner, options.rows, typical_widths(runner.info.memory, options.rows))

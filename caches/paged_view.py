@@ -114,10 +114,13 @@ class PagedView:
         return self._write_rows[n_kv_heads]
 
     def page_rows(self, n_kv_heads: int) -> mx.array:
-        """int32 [B, n_kv_heads, T]: pages in a pool seen as [num_pages * n_kv_heads, page_size, head_dim]."""
+        """int32 [B, T, n_kv_heads]: pages in a pool seen as [num_pages * n_kv_heads, page_size, head_dim].
+
+        Heads come last, as they lie: reading on is faster than reading elsewhere.
+        """
         if n_kv_heads not in self._page_rows:
             heads = mx.arange(n_kv_heads, dtype=mx.int32)
-            self._page_rows[n_kv_heads] = self.table[:, None, :] * n_kv_heads + heads[:, None]
+            self._page_rows[n_kv_heads] = self.table[:, :, None] * n_kv_heads + heads
         return self._page_rows[n_kv_heads]
 
     @property
@@ -133,9 +136,9 @@ class PagedView:
 
     @property
     def bias(self) -> mx.array:
-        """float32 [B, 1, T, 1, page_size]: 0 where `valid`, else far below any score."""
+        """float32 [B, T, 1, 1, page_size]: 0 where `valid`, else far below any score."""
         if self._bias is None:
-            shape = (self.num_rows, 1, self.width, 1, self.spec.page_size)
+            shape = (self.num_rows, self.width, 1, 1, self.spec.page_size)
             self._bias = mx.where(self.valid, 0.0, _BARRED).reshape(shape)
         return self._bias
 

@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 
 from mlxd.batching import activation
-from mlxd.batching.activation import fast_activations, install_activations
+from mlxd.batching.activation import install_activations
+from mlxd.batching.own_forward import own_forward
 from mlxd.caches.mlx_lm_import import activations
 
 GATES = [-1e9, -200.0, -88.0, -87.0, -9.5, -1.0, -1e-30, 0.0, 1e-30, 0.7, 8.0, 87.0, 88.0, 200.0, 1e9]
@@ -27,7 +28,7 @@ def test_numbers_are_those_of_mlx_lm(model_file: ModuleType) -> None:
     gate = mx.concatenate([mx.array(GATES), 4 * mx.random.normal((500,))])
     x = mx.random.normal(gate.shape)
     expected = activations.swiglu(gate, x)
-    with fast_activations():
+    with own_forward():
         found = model_file.swiglu(gate, x)
     assert mx.allclose(found, expected, rtol=3e-6, atol=1e-20)
     assert not mx.array_equal(found, expected)
@@ -35,14 +36,14 @@ def test_numbers_are_those_of_mlx_lm(model_file: ModuleType) -> None:
 
 @pytest.mark.parametrize("number", ["nan", "inf"])
 def test_what_is_not_finite_does_not_become_a_number(model_file: ModuleType, number: str) -> None:
-    with fast_activations():
+    with own_forward():
         assert not mx.isfinite(model_file.swiglu(mx.array([float(number)]), mx.array([1.0]))).item()
 
 
 def test_a_row_is_computed_alike_whoever_is_beside_it(model_file: ModuleType) -> None:
     mx.random.seed(1)
     joined = mx.random.normal((5, 2 * 37))
-    with fast_activations():
+    with own_forward():
         together = model_file.swiglu(*mx.split(joined, 2, axis=-1))
         for row in range(5):
             alone = model_file.swiglu(joined[row, :37], joined[row, 37:])
@@ -52,7 +53,7 @@ def test_a_row_is_computed_alike_whoever_is_beside_it(model_file: ModuleType) ->
 def test_other_forwards_are_left_to_mlx_lm(model_file: ModuleType) -> None:
     gate, x = mx.random.normal((2, 64))
     assert mx.array_equal(model_file.swiglu(gate, x), activations.swiglu(gate, x))
-    with fast_activations():
+    with own_forward():
         half = gate.astype(mx.float16), x.astype(mx.float16)
         assert mx.array_equal(model_file.swiglu(*half), activations.swiglu(*half))
         one = mx.array([2.0])

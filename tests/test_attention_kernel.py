@@ -55,25 +55,44 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "parts"),
+    ("rows", "columns", "parts", "warps"),
     [
-        (1, 100, 1),
-        (1, 512, 1),
-        (1, 1024, 2),
-        (1, 16384, 32),
-        (8, 16384, 4),
-        (32, 4096, 1),
-        (32, 16384, 4),
-        (128, 512, 1),
-        (128, 65536, 16),
+        (1, 100, 1, 8),
+        (1, 512, 1, 8),
+        (1, 1024, 2, 8),
+        (1, 16384, 32, 8),
+        (8, 16384, 4, 8),
+        (32, 4096, 1, 8),
+        (32, 16384, 4, 8),
+        (64, 512, 1, 4),
+        (128, 512, 1, 2),
+        (128, 65536, 16, 2),
+        (500, 512, 1, 2),
     ],
 )
-def test_rows_are_divided_until_blocks_fill_the_device_and_no_part_is_long(
-    rows: int, columns: int, parts: int
+def test_rows_are_divided_until_warps_fill_the_device_and_no_part_is_long(
+    rows: int, columns: int, parts: int, warps: int
 ) -> None:
     case = replace(CASE, kv_heads=8)
-    assert case.num_parts(rows, columns) == parts
-    assert replace(case, window=512).num_parts(rows, columns) == 1
+    assert case.divide(rows, columns) == (parts, warps)
+    assert replace(case, window=512).divide(rows, columns) == (1, warps)
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "quantization", "warps"),
+    [
+        (64, 64, None, 2),
+        (96, 64, None, 4),
+        (64, 128, None, 4),
+        (192, 128, None, 8),
+        (64, 64, Quantization(bits=8), 4),
+    ],
+)
+def test_blocks_of_wide_or_packed_heads_keep_more_warps(
+    key_dim: int, value_dim: int, quantization: Quantization | None, warps: int
+) -> None:
+    case = replace(CASE, key_dim=key_dim, value_dim=value_dim, quantization=quantization)
+    assert case.divide(1000, 512).warps == warps
 
 
 @pytest.mark.parametrize(("group", "blocks"), [(1, 2), (8, 2), (9, 4), (16, 4), (24, 6)])
@@ -214,6 +233,17 @@ def joined_wrongly(role: str, **options: bool) -> Launch:
     return zeros(role) if role == "join" else numpy_kernel(role, **options)
 
 
+def wrong_in_small_blocks(role: str, **options: bool) -> Launch:
+    """Right but where a block has two warps."""
+    launch = numpy_kernel(role, **options)
+
+    def run(*, template: list[tuple[str, Any]], **arguments: Any) -> list[mx.array]:
+        outputs = launch(template=template, **arguments)
+        return [2 * output for output in outputs] if dict(template)["WARPS"] == 2 else outputs
+
+    return run
+
+
 BROKEN = [
     (zeros, "row 0 of 3 is off by 1 of its norm"),
     (uncompiled, "RuntimeError: Failed to compile kernel"),
@@ -221,6 +251,7 @@ BROKEN = [
     (altered(SCALE=0x3F000000), "is off"),
     (unwritten, "the new keys or values are not where they belong"),
     (joined_wrongly, "row 0 of 3 is off by 1 of its norm"),
+    (wrong_in_small_blocks, "row 0 of 3 is off by 1 of its norm"),
 ]
 
 

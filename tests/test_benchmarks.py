@@ -14,7 +14,8 @@ sys.path.append(str(BENCHMARKS))
 
 import azure  # noqa: E402
 import plots  # noqa: E402
-from decode import Case, print_table  # noqa: E402
+from decode import Case  # noqa: E402
+from decode_table import print_table  # noqa: E402
 from entry import BenchmarkError  # noqa: E402
 from figures import quantile, read_lines, record  # noqa: E402
 from options import Parser, add_output  # noqa: E402

@@ -22,7 +22,8 @@ PRODUCTS = """
 import itertools
 import mlx.core as mx, numpy as np
 rng = np.random.default_rng(0)
-for m, k, n in itertools.product((1, 2, 3, 4, 7, 8, 9), (1, 5, 48, 64), (1, 6, 65, 112)):
+small = itertools.product((1, 2, 3, 4, 7, 8, 9), (1, 5, 48, 64), (1, 6, 65, 112))
+for m, k, n in (*small, (65, 48, 10), (130, 1344, 201), (3, 2000, 12)):
     for a_turned, b_turned in itertools.product((False, True), repeat=2):
         a = rng.standard_normal((2, k, m) if a_turned else (2, m, k), dtype=np.float32)
         b = rng.standard_normal((2, n, k) if b_turned else (2, k, n), dtype=np.float32)
@@ -38,6 +39,7 @@ assert np.allclose(mx.array(z) @ mx.array(z.T), z @ z.T, atol=1e-4)
 d = rng.standard_normal((3, 4))
 with mx.stream(mx.cpu):
     assert np.allclose(mx.array(d, mx.float64) @ mx.array(d.T, mx.float64), d @ d.T)
+assert mx.array_equal(mx.zeros((3, 0)) @ mx.zeros((5, 0)).T, mx.zeros((3, 5)))
 wide = mx.array(rng.standard_normal((4, 32), dtype=np.float32))
 part = wide[:2, 8:24]
 assert np.allclose(part @ part.T, np.array(part) @ np.array(part).T, atol=1e-4)
@@ -92,10 +94,11 @@ def test_products_are_right_for_every_shape_and_order() -> None:
 
 ORDER = """
 import mlx.core as mx
-b, rows = mx.random.normal((80, 96)), mx.random.normal((7, 96))
-for right, left in ((b.T, rows), (b, mx.random.normal((7, 80)))):
+plain, transposed, deep = (mx.random.normal(shape) for shape in ((80, 96), (83, 96), (50, 1936)))
+for right, num_rows in ((plain, 7), (transposed.T, 70), (deep.T, 70)):
+    left = mx.random.normal((num_rows, right.shape[0]))
     together = left @ right
-    assert all(mx.array_equal(left[i : i + 1] @ right, together[i : i + 1]) for i in range(7))
+    assert all(mx.array_equal(left[i : i + 1] @ right, together[i : i + 1]) for i in range(num_rows))
 """
 
 

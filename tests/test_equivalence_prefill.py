@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import CHUNK, FAMILIES, PAGE, WATCHED, Rig, make_rig, oracle, prompt_of, stored_bytes
 
-from mlxd.batching import prefill, tuning
+from mlxd.batching import prefill, timing, tuning
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import PrefillChunk, StepPlan
 from mlxd.batching.prefill import Padding, cohorts
@@ -152,7 +152,7 @@ def test_chunks_are_planned_at_start_where_attention_is(
         monkeypatch.setattr(module, "plans_by_shape", lambda: plans)
     rig = make_rig("llama")
     shapes = note_shapes(rig, monkeypatch)
-    tuning.plan_prompts(rig.runner, rig.memory, tuning.TimeBox(limit_s))
+    tuning.plan_prompts(rig.runner, rig.memory, timing.TimeBox(limit_s))
     alone = [(1, 4), (1, 8), (1, 12), (1, 16)]
     together = [(2, 4), (2, 8), (4, 4)]
     deeper = [(1, 16)] * 8

@@ -77,12 +77,6 @@ def test_quantised_weights_are_served_batched(tmp_path: Path, bits: int) -> None
     assert "batching" not in with_bits.info.notes
 
 
-@pytest.mark.parametrize("compile", ["on", "off"])
-def test_whether_steps_are_compiled_is_always_told(tmp_path: Path, compile: str) -> None:
-    info = load(write_model(tmp_path, "llama"), compile=compile).info
-    assert info.notes["compile"] == f"{compile}, as configured"
-
-
 @pytest.mark.parametrize(("max_model_len", "level"), [(128, "INFO"), (2**16, "WARNING")])
 def test_a_budget_in_which_no_row_has_its_full_length_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, max_model_len: int, level: str

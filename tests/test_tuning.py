@@ -1,6 +1,5 @@
 """Choices by timing: within their time, with what rows can have, and counted apart from service."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,44 +7,12 @@ import pytest
 from daemon_process import process_config, write_tiny_model
 from tiny_models import make_rig
 
-from mlxd.batching import decode, tuning
+from mlxd.batching import decode, timing, tuning
 from mlxd.batching.fake_runner import fake_memory
 from mlxd.batching.runner import ignore_progress
 from mlxd.caches.sizing import GroupSpec, plan_memory
 from mlxd.scheduler.config import DecodeConfig
 from mlxd.scheduler.engine import Engine
-
-
-class Clock:
-    """Seconds that pass with each look."""
-
-    def __init__(self, step_s: float) -> None:
-        self._times = itertools.count(0, step_s)
-
-    def perf_counter(self) -> float:
-        return next(self._times)
-
-
-@pytest.mark.parametrize(("limit_s", "runs"), [(0.0, 1), (1.5, 2), (100.0, 3)])
-def test_a_timing_runs_once_and_again_while_there_is_time(
-    limit_s: float, runs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "time", Clock(1.0))
-    box, seen = tuning.TimeBox(limit_s), []
-
-    def run() -> float:
-        seen.append(5.0 - len(seen))
-        return seen[-1]
-
-    assert tuning.best_s(run, box) == min(seen)
-    assert len(seen) == runs
-
-
-@pytest.mark.parametrize(("beat_s", "runs"), [(2.0, 1), (3.0, 3)])
-def test_a_run_that_takes_twice_as_long_as_the_best_is_not_repeated(beat_s: float, runs: int) -> None:
-    times = iter([5.0, 5.0, 5.0])
-    assert tuning.best_s(times.__next__, tuning.TimeBox(100), beat_s) == 5.0
-    assert len(list(times)) == 3 - runs
 
 
 @pytest.mark.parametrize(("pages", "rows", "width"), [(640, 1, 32), (640, 32, 20), (16, 32, 1)])
@@ -96,7 +63,7 @@ def test_a_chunk_is_the_largest_that_runs_within_its_bound(
     def chunk_s(num_tokens: int) -> float:
         return num_tokens * ms_per_token / 1000
 
-    box = tuning.TimeBox(60)
+    box = timing.TimeBox(60)
     assert tuning.choose_chunk(chunk_s, 150, page_size, max_model_len, box, ignore_progress) == chunk
 
 
@@ -104,6 +71,6 @@ def test_no_more_graphs_are_traced_than_are_kept(monkeypatch: pytest.MonkeyPatch
     """Else the first ones, of short contexts, would be gone before anybody used them."""
     monkeypatch.setattr(decode, "MOST_GRAPHS", 3)
     rig = make_rig("llama", "in_place", compiled=True, max_rows=2, max_model_len=16)
-    done, total = tuning.trace_buckets(rig.runner, rig.memory, tuning.TimeBox(60.0), ignore_progress)
+    done, total = tuning.trace_buckets(rig.runner, rig.memory, timing.TimeBox(60.0), ignore_progress)
     assert (done, total, rig.runner.step.compiles) == (3, 16, 3)
     assert [bucket.num_rows for bucket in rig.runner.step._graphs] == [1, 1, 2]
