@@ -12,6 +12,7 @@ from entry import BenchmarkError, require
 from shapes import PACKED, SHAPES
 
 from mlxd.batching.builtin import BUILTIN
+from mlxd.batching.text import Tokenizer
 
 Check = Callable[[argparse.Namespace], str | None]
 """What is wrong with all options together, or None."""
@@ -132,8 +133,10 @@ def input_file(text: str) -> Path:
 
 
 def tokenizer_folder(text: str) -> Path:
+    """Raises ModelError: its files are damaged."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        input_file(str(Path(text) / name))
+        input_file(os.path.join(text, name))
+    Tokenizer.load(Path(text))
     return Path(text)
 
 

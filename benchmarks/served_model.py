@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
+from entry import BenchmarkError
 from mlx.utils import tree_flatten
 from models import SMOLLM2, check_room, load, random_model
 from shapes import SHAPES
@@ -29,13 +30,15 @@ def make_folder(name: str, tokenizer: Path | None, folder: Path) -> None:
         name: "smollm2", or a Llama shape of SHAPES, which gets random weights and the tokenizer's vocabulary.
         tokenizer: folder of the tokenizer; None takes the built-in model's.
     Raises:
-        BenchmarkError: there is no room for the weights of two servers.
+        BenchmarkError: there is no room for the weights of two servers, or the tokenizer is of another kind.
     """
     source = tokenizer or resolve(SMOLLM2, ignore_progress)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / file, folder / file)
     vocabulary = Tokenizer.from_file(str(source / "tokenizer.json"))
     eos = vocabulary.token_to_id(_NEVER_DRAWN)
+    if eos is None:
+        raise BenchmarkError(f"{source}: the tokenizer has no {_NEVER_DRAWN}, which is to end the text")
     if name in SHAPES:
         config = SHAPES[name] | {"vocab_size": vocabulary.get_vocab_size()}
         model = random_model(config)

@@ -10,13 +10,18 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import long_prompt
 import models
 from entry import BenchmarkError
+from figures import read_lines
 from floor import live_bytes, weights_bytes
 from models import BenchModel, load, make_runner, random_model
 from operations import of_step
+from options import tokenizer_folder
 from reference import check
+from served_model import make_folder
 from sides import MlxLm, Scheduled
+from text_tokenizers import byte_level
 from traffic import Arrival, poisson, serve
 
 from mlxd.batching.attention import InPlace
@@ -143,6 +148,30 @@ def test_the_slowest_chunk_is_one_that_was_computed(runner: MlxRunner) -> None:
     begun = time.perf_counter()
     serve(side, [Arrival(0.0, (1,) * 100, 2)], 3)
     assert 0 < side.slowest_chunk_s < time.perf_counter() - begun
+
+
+def test_rows_that_are_longer_than_the_long_prompt_run_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "lines.jsonl"
+    arguments = "--model tiny --rows 2 --context 300 --prompt 64 --attention in_place --out"
+    monkeypatch.setattr(sys, "argv", ["long_prompt.py", *arguments.split(), str(out)])
+    long_prompt.main()
+    _, alone, beside = read_lines([out])
+    assert (alone["kind"], beside["kind"]) == ("alone", "beside")
+    assert alone["gaps"] == 2 * 199, "of each row, between 200 steps"
+    assert beside["gaps"] >= 2, "those in which the prompt came among them"
+    bound_ms = alone["gap_max_ms"] + max(100.0, beside["slowest_chunk_ms"])
+    assert beside["bound_ms"] == pytest.approx(bound_ms, abs=0.05)
+    assert beside["kept"] is (beside["gap_max_ms"] <= beside["bound_ms"])
+
+
+def test_a_tokenizer_that_cannot_end_a_text_for_both_servers_is_told(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (model := tmp_path / "model").mkdir()
+    with pytest.raises(BenchmarkError, match=r"the tokenizer has no <repo_name>, which is to end the text$"):
+        make_folder("tiny", tokenizer_folder(str(tmp_path)), model)
 
 
 def test_packed_shapes_are_packed() -> None:

@@ -70,7 +70,7 @@ def test_an_option_takes_what_its_example_shows(
             "'tiny' is no model folder, hub name or built-in model (smollm2-135m-instruct)",
         ),
         (options.input_file, "/none.csv", "'/none.csv': No such file or directory"),
-        (options.tokenizer_folder, "/", "'/tokenizer.json': No such file or directory"),
+        (options.tokenizer_folder, "/none", "'/none/tokenizer.json': No such file or directory"),
     ],
 )
 def test_an_option_that_cannot_be_is_told_with_an_example(
