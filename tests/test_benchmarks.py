@@ -19,29 +19,20 @@ from decode_table import print_table  # noqa: E402
 from entry import BenchmarkError  # noqa: E402
 from figures import quantile, read_lines, record  # noqa: E402
 from options import Parser, add_output  # noqa: E402
+from script_options import takes  # noqa: E402
 from server_load import Answer, Ask, WrongCountError, closed_loop, figures, open_loop, same  # noqa: E402
 from servers import Piece  # noqa: E402
 from traffic import Arrival, poisson, serve, wave  # noqa: E402
 
 DOCUMENTS = (*sorted(BENCHMARKS.glob("*.py")), ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-ADDED = {
-    "add_output(": '"--out" "--plot" "--plot-from"',
-    "add_out(": '"--out"',
-    "add_plot(": '"--plot"',
-    "add_page_size(": '"--page-size"',
-    "add_prefill(": '"--page-size" "--chunk" "--prefill-ms"',
-}
-"""Options that a function of benchmarks/options.py adds to a parser."""
 COMMAND = re.compile(r"python benchmarks/(\w+\.py)((?:[^`\n]*\\\n)*[^`\n]*)")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_benchmarks_that_are_named_exist_with_their_options(path: Path) -> None:
     for name, arguments in COMMAND.findall(path.read_text()):
-        source = (BENCHMARKS / name).read_text()
-        source += "".join(added for function, added in ADDED.items() if function in source)
         for option in re.findall(r"--[a-z-]+", arguments):
-            assert f'"{option}"' in source, f"{path.name} shows {name} with {option}"
+            assert takes(BENCHMARKS / name, option), f"{path.name} shows {name} with {option}"
 
 
 @pytest.mark.parametrize(
