@@ -14,12 +14,12 @@ from shapes import PACKED, SHAPES
 from mlxd.batching import tuning
 from mlxd.batching.compile_choice import choose_compiled
 from mlxd.batching.device import device_memory_bytes, keep_compiled
-from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import check_attention, layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import open_model, resolve
 from mlxd.batching.parameters import main_dtype, parameters_of
+from mlxd.batching.products import rewrite_products
 from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.batching.timing import TimeBox
 from mlxd.caches.kinds import Layer, group_specs
@@ -136,7 +136,7 @@ def make_runner(
     model = bench.twin()
     dtype = main_dtype(model)
     joined = join_projections(model, dtype) if join else "nothing"
-    products = multiply_few_rows(model, dtype) if multiply else "by MLX"
+    products = rewrite_products(model, dtype) if multiply else "by MLX"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, TimeBox(_TUNING_S))
