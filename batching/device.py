@@ -44,6 +44,11 @@ def plans_by_shape() -> bool:
     return mx.cuda.is_available()
 
 
+def unpacks_by_batch() -> bool:
+    """Whether a product with packed weights reads them anew for each of a batch's first axes."""
+    return mx.cuda.is_available()
+
+
 def keep_compiled() -> None:
     """On CUDA, before anything runs: have MLX keep what it compiles for later starts, and all of its plans.
 

@@ -15,13 +15,13 @@ from mlxd.batching import tuning
 from mlxd.batching.blas import ensure_blas
 from mlxd.batching.compile_choice import choose_compiled
 from mlxd.batching.device import device_memory_bytes, device_name, keep_compiled
-from mlxd.batching.few_rows_rewrite import multiply_few_rows
 from mlxd.batching.fingerprint import fingerprint
 from mlxd.batching.joined import join_projections
 from mlxd.batching.memory import AUTO_PAGE_SIZE, check_attention, layers_of, plan_for
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import LoadedModel, blaming_path, load_model, resolve
 from mlxd.batching.product_choice import choose_products
+from mlxd.batching.products import rewrite_products
 from mlxd.batching.runner import Progress, RunnerInfo
 from mlxd.batching.timing import TimeBox
 from mlxd.batching.trials import Attention, right_variants, variants_to_try
@@ -91,7 +91,7 @@ def load_runner(
         loaded = load_model(folder, progress, max_model_len, name=model_path)
         layers = layers_of(loaded.model, quantization)
     joined = join_projections(loaded.model, loaded.dtype)
-    products = multiply_few_rows(loaded.model, loaded.dtype)
+    products = rewrite_products(loaded.model, loaded.dtype)
     size = AUTO_PAGE_SIZE if page_size == "auto" else page_size
     progress("tune", 0.0)
     box = TimeBox(warmup_s)
@@ -160,7 +160,8 @@ def _begin_to_count(runner: MlxRunner) -> None:
 
 def _tell_capacity(memory: MemoryPlan, checkpoints: float) -> None:
     found = capacities(memory, checkpoints)
-    logger.info("rows at once: %s", ", ".join(map(str, found)))
+    level = logging.INFO if any(capacity.rows for capacity in found) else logging.WARNING
+    logger.log(level, "rows at once: %s", ", ".join(map(str, found)))
     if warning := cost_of_packing(found):
         logger.warning("%s", warning)
 

@@ -14,24 +14,27 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 
-from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
+import entry
+from figures import Line, Record, of_case, read_lines, record
 from join_leave import MlxLm as JoinLeaveMlxLm
 from join_leave import Ours, blas, measure
 from machine import describe
 from models import BenchModel, load, make_runner, warm_up
+from options import Parser, add_output, add_prefill, amounts, models, number_from, numbers
 from sides import MlxLm, Scheduled, Side
 from traffic import Arrival, poisson, serve, wave
 
 _WAVES = 0.0
 """Stands for a load where lines are told apart by it."""
 _WARM_TOKENS = 4
+_FEWEST_SIBLINGS = 1
 _ROUNDS = 20
 _STEPS = _ROUNDS * 8 + 2
 
 
 def main() -> None:
     options = _options()
-    lines = read_lines(options.plot_from) if options.plot_from else _measure(options)
+    lines = read_lines(options.plot_from, "waves") if options.plot_from else _measure(options)
     if options.plot:
         from plots import draw_arrivals
 
@@ -151,29 +154,32 @@ def _join_and_leave(
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=lambda text: text.split(","), default=["smollm2"])
+    parser = Parser(__doc__)
+    parser.add_argument("--model", type=models, default=["smollm2"])
     parser.add_argument("--rows", type=numbers, default=[8], help="rows of the batch, as 8,32")
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens, on average")
-    parser.add_argument("--output", type=int, default=32, help="tokens of an answer, on average")
-    parser.add_argument("--waves", type=int, default=3, help="requests of a run, in batches")
-    parser.add_argument("--rounds", type=int, default=2, help="the engine that goes first changes")
+    parser.add_argument("--prompt", type=number_from(2), default=64, help="prompt tokens, on average")
+    parser.add_argument("--output", type=number_from(2), default=32, help="tokens of an answer, on average")
+    parser.add_argument("--waves", type=number_from(1), default=3, help="requests of a run, in batches")
+    parser.add_argument("--rounds", type=number_from(1), default=2, help="the engine that goes first changes")
     parser.add_argument(
         "--loads",
-        type=lambda text: [float(part) for part in text.split(",")],
+        type=amounts,
         default=[0.7, 1.3],
         help="requests a second, as parts of what our waves carried; the batch stays full above 1",
     )
     parser.add_argument("--lengths", type=numbers, default=[], help="of the rows that a row joins and leaves")
-    parser.add_argument("--prefill-ms", type=float, default=250.0, help="scheduler.prefill_ms")
-    parser.add_argument("--chunk", type=int, default=512, help="scheduler.prefill_chunk")
-    parser.add_argument("--page-size", type=int, default=64)
+    add_prefill(parser, chunk=512, prefill_ms=250.0)
     parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
-    add_output_options(parser, "arrivals")
-    return parser.parse_args()
+    add_output(parser, "arrivals")
+    parser.checks.append(_check_lengths)
+    return parser.options()
+
+
+def _check_lengths(options: argparse.Namespace) -> str | None:
+    if options.lengths and max(options.rows) < _FEWEST_SIBLINGS + 1:
+        return "--lengths is of rows that one more joins: --rows must be 2 at least"
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -8,14 +8,16 @@ eager, the best of `--repeats`.
 """
 
 import argparse
-import json
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from figures import numbers
+import entry
+from figures import Record, record
+from options import PAGE_SIZES, Parser, add_out, number_from, numbers, page_sizes
 
 from mlxd.batching.blas import ensure_blas
 
@@ -118,31 +120,41 @@ def best_ms(step: Step, repeats: int) -> float:
     return round(min(times) * 1e3, 4)
 
 
-def measure(rows: int, context: int, heads: Heads, page_sizes: Sequence[int], repeats: int) -> None:
+def measure(
+    rows: int, context: int, heads: Heads, page_sizes: Sequence[int], repeats: int, record: Record
+) -> None:
     dtype = mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
     case = {"rows": rows, "context": context, "heads": f"{heads.query}/{heads.kv}x{heads.dim}"}
     padded = best_ms(padded_step(rows, context, heads, dtype), repeats)
-    print(json.dumps(case | {"variant": "padded", "ms": padded}), flush=True)
+    record(case | {"variant": "padded", "ms": padded})
     for page_size in page_sizes:
         for name in VARIANTS:
             ms = best_ms(paged_step(name, page_size, _lengths(rows, context), heads, dtype), repeats)
-            print(json.dumps(case | {"variant": name, "page_size": page_size, "ms": ms}), flush=True)
+            record(case | {"variant": name, "page_size": page_size, "ms": ms})
+
+
+def _check_heads(options: argparse.Namespace) -> str | None:
+    match options.heads:
+        case [query, kv, _] if query % kv == 0:
+            return None
+    return "--heads takes query heads, a multiple of KV heads, those, and their width, as 9,3,64"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32])
     parser.add_argument("--context", type=numbers, default=[256, 2048])
     parser.add_argument("--heads", type=numbers, default=[9, 3, 64], help="query heads, KV heads, head dim")
-    parser.add_argument("--page-sizes", type=numbers, default=[16, 32, 64, 128, 256])
-    parser.add_argument("--repeats", type=int, default=10)
-    options = parser.parse_args()
+    parser.add_argument("--page-sizes", type=page_sizes, default=list(PAGE_SIZES))
+    parser.add_argument("--repeats", type=number_from(1), default=10)
+    add_out(parser, "attention")
+    parser.checks.append(_check_heads)
+    options = parser.options()
+    keep = partial(record, out=options.out)
     for context in options.context:
         for rows in options.rows:
-            measure(rows, context, Heads(*options.heads), options.page_sizes, options.repeats)
+            measure(rows, context, Heads(*options.heads), options.page_sizes, options.repeats, keep)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -11,8 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from entry import BenchmarkError
 from open_loop import Due
 
+_LENGTHS = "ContextTokens", "GeneratedTokens"
 BURSTY = ("bursty1", "bursty2")
 STEADY = tuple(f"steady{number}" for number in range(1, 9))
 TENANTS = BURSTY + STEADY
@@ -34,16 +36,24 @@ def recorded(path: Path, time_scale: float, length_scale: float) -> Iterator[Rec
     """Requests in order.
 
     `time_scale`: above 1 spreads arrivals; `length_scale`: below 1 shortens prompts and answers.
+
+    Raises:
+        BenchmarkError: a row is not as in the recording, or there is none.
     """
     with path.open(newline="") as file:
         begun: datetime | None = None
-        for row in csv.DictReader(file):
-            stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
-            begun = begun or stamp
-            prompt, output = (
-                max(2, round(int(row[name]) * length_scale)) for name in ("ContextTokens", "GeneratedTokens")
-            )
-            yield Recorded((stamp - begun).total_seconds() * time_scale, prompt, output)
+        rows = csv.DictReader(file)
+        try:
+            for row in rows:
+                stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                begun = begun or stamp
+                prompt, output = (max(2, round(int(row[name]) * length_scale)) for name in _LENGTHS)
+                yield Recorded((stamp - begun).total_seconds() * time_scale, prompt, output)
+        except (KeyError, TypeError, ValueError, csv.Error):
+            columns = ", ".join(("TIMESTAMP", *_LENGTHS))
+            raise BenchmarkError(f"{path}:{rows.line_num}: no request with {columns}") from None
+    if begun is None:
+        raise BenchmarkError(f"{path} has no requests")
 
 
 def read(path: Path, until_s: float, time_scale: float, length_scale: float) -> list[Due]:

@@ -6,14 +6,14 @@ All products of one step of the built-in model (30 layers, projections joined, a
 lie, one after the other. Milliseconds of processor time, the best of `--repeats` by turns. Prints JSON lines.
 """
 
-import argparse
 import ctypes
-import json
 import time
 from collections.abc import Callable
 
+import entry
 import numpy as np
-from figures import numbers
+from figures import record
+from options import Parser, add_out, number_from, numbers
 
 from mlxd.batching.blas import ensure_blas
 
@@ -26,12 +26,11 @@ Product = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32, 64, 512])
-    parser.add_argument("--repeats", type=int, default=10)
-    options = parser.parse_args()
+    parser.add_argument("--repeats", type=number_from(1), default=10)
+    add_out(parser, "blas_products")
+    options = parser.options()
     blas = ensure_blas()
     if blas.path is None:
         parser.error(f"nothing to compare: MLX multiplies by {blas.name} alone")
@@ -44,7 +43,7 @@ def main() -> None:
         for _ in range(options.repeats):
             for name, product in sides.items():
                 best[name] = min(best[name], _step_s(product, weights, inputs))
-        print(json.dumps({"rows": rows} | {name: round(1e3 * s, 1) for name, s in best.items()}), flush=True)
+        record({"rows": rows} | {name: round(1e3 * s, 1) for name, s in best.items()}, options.out)
 
 
 def _step_s(product: Product, weights: list[np.ndarray], inputs: dict[int, np.ndarray]) -> float:
@@ -74,4 +73,4 @@ def _product(library: ctypes.CDLL) -> Product:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -11,6 +11,10 @@ import os
 import subprocess
 import sys
 
+import entry
+from figures import record
+from options import Parser, add_out
+
 STEP = """
 import json, time
 from mlxd.batching.blas import ensure_blas
@@ -30,10 +34,13 @@ print(json.dumps({"median_ms": round(times[len(times) // 2], 1), "worst_ms": rou
 
 
 def main() -> None:
+    parser = Parser(__doc__)
+    add_out(parser, "blas_threads")
+    options = parser.options()
     cores = os.cpu_count() or 1
     for busy in (0, 1):
         for threads in sorted({1, max(1, cores - 1), cores}):
-            print(json.dumps({"busy": busy, "threads": threads} | _measure(threads, busy)), flush=True)
+            record({"busy": busy, "threads": threads} | _measure(threads, busy), options.out)
 
 
 def _measure(threads: int, busy: int) -> dict[str, float]:
@@ -57,4 +64,4 @@ def _measure(threads: int, busy: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

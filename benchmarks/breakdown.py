@@ -17,10 +17,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
+import entry
+from figures import Line, Record, of_case, read_lines, record
+from options import Parser, add_output, add_page_size, models, number_from, numbers, tokenizer_folder
 
 from mlxd.batching.blas import ensure_blas
 
@@ -37,7 +38,7 @@ _NO_LIMIT = "1000000"
 
 def main() -> None:
     options = _options()
-    lines = read_lines(options.plot_from) if options.plot_from else _measure(options)
+    lines = read_lines(options.plot_from, "whole") if options.plot_from else _measure(options)
     if options.plot:
         from plots import draw_breakdown
 
@@ -48,9 +49,14 @@ def _measure(options: argparse.Namespace) -> list[Line]:
     if options.one_graph:
         os.environ |= {"MLX_MAX_OPS_PER_BUFFER": _NO_LIMIT, "MLX_MAX_MB_PER_BUFFER": _NO_LIMIT}
     blas = ensure_blas()  # before anything imports mlx
+    import mlx.core as mx
     from machine import describe
     from models import load
 
+    if options.one_graph and not mx.cuda.is_available():
+        raise entry.BenchmarkError(
+            "--one-graph is of CUDA graphs, and this machine has no CUDA device for MLX"
+        )
     lines: list[Line] = []
 
     def keep(line: Line) -> None:
@@ -184,14 +190,12 @@ def _ms(seconds: dict[str, float]) -> Line:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=lambda text: text.split(","), default=["smollm2"])
+    parser = Parser(__doc__)
+    parser.add_argument("--model", type=models, default=["smollm2"])
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32], help="rows of the batch, as 1,8,32")
-    parser.add_argument("--context", type=int, default=256, help="prompt tokens of each row")
-    parser.add_argument("--steps", type=int, default=20, help="that each figure is the median of")
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--context", type=number_from(1), default=256, help="prompt tokens of each row")
+    parser.add_argument("--steps", type=number_from(1), default=20, help="that each figure is the median of")
+    add_page_size(parser)
     parser.add_argument(
         "--join", action=argparse.BooleanOptionalAction, default=True, help="join projections of one input"
     )
@@ -202,13 +206,15 @@ def _options() -> argparse.Namespace:
         help="products of our own, on CUDA",
     )
     parser.add_argument("--attention", choices=("in_place", "gathered", "kernel"), default="in_place")
-    parser.add_argument("--tokenizer", type=Path, help="its folder; the built-in model's by default")
+    parser.add_argument(
+        "--tokenizer", type=tokenizer_folder, help="its folder; the built-in model's by default"
+    )
     parser.add_argument(
         "--one-graph", action="store_true", help="a CUDA graph a step, launched when complete"
     )
-    add_output_options(parser, "breakdown")
-    return parser.parse_args()
+    add_output(parser, "breakdown")
+    return parser.options()
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -24,8 +24,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import entry
 from daemon import PAGE_SIZE, Daemon, make_config
 from figures import Line, first_tokens, record
+from options import Parser, add_out, number_from, served
 
 from mlxd.scheduler import AsyncClient, SamplingParams
 from mlxd.scheduler.config import CacheConfig, DiskConfig
@@ -185,23 +187,21 @@ async def run(folder: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--users", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--output", type=int, default=16, help="most tokens of an answer")
-    parser.add_argument("--document", type=int, default=0, help="words that each chat begins with")
+    parser = Parser(__doc__)
+    parser.add_argument("--model", type=served, default="smollm2-135m-instruct")
+    parser.add_argument("--users", type=number_from(1), default=8)
+    parser.add_argument("--turns", type=number_from(1), default=10)
+    parser.add_argument("--output", type=number_from(1), default=16, help="most tokens of an answer")
+    parser.add_argument("--document", type=number_from(0), default=0, help="words that each chat begins with")
     parser.add_argument(
-        "--stop-after", type=int, default=5, help="turn after which the warm daemon is stopped"
+        "--stop-after", type=number_from(1), default=5, help="turn after which the warm daemon is stopped"
     )
-    parser.add_argument("--kill-after", type=int, default=7, help="turn after which it is killed")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--kill-after", type=number_from(1), default=7, help="turn after which it is killed")
+    add_out(parser, "chat")
+    options = parser.options()
     with tempfile.TemporaryDirectory(prefix="mlxd-chat-") as folder:
         asyncio.run(run(Path(folder), options))
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import msgspec
+from entry import BenchmarkError
 
 from mlxd.scheduler import AsyncClient
 from mlxd.scheduler.config import (
@@ -72,18 +73,21 @@ class Daemon:
 
     async def start(self) -> None:
         """Returns when it takes requests."""
-        self._process = await asyncio.create_subprocess_exec(*self._command)
+        # Ctrl-C is for the benchmark, which then ends the daemon.
+        self._process = await asyncio.create_subprocess_exec(*self._command, start_new_session=True)
         self._client = AsyncClient(
             self.config.server.submit, token=_TOKEN, timeout_s=_START_S, wait_s=_START_S
         )
         ended = asyncio.ensure_future(self._process.wait())
         running = asyncio.ensure_future(_running(self._client))
-        await asyncio.wait((ended, running), return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
+        try:
+            await asyncio.wait((ended, running), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise BenchmarkError(f"mlxd serve ended with {ended.result()}; what it said is above")
+            await running
+        finally:
+            ended.cancel()
             running.cancel()
-            raise RuntimeError(f"mlxd serve ended with {ended.result()}; what it said is above")
-        ended.cancel()
-        await running
 
     async def end(self, by: signal.Signals = signal.SIGTERM) -> None:
         """A second call does nothing."""

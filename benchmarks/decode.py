@@ -7,7 +7,8 @@ First both are compared with float32 on the same prompts; a wrong step ends the 
 same full batch and take turns, a block of steps each, the first to go alternating. Beside each figure is the
 floor: what a step reads, weights and live keys and values, at the rate at which MLX reads in the same run.
 `by_cpu_time` is the ratio of processor time, which on the CPU device tells more where others use the machine.
-Cases without room in memory are skipped, and named. Prints JSON lines, or with `--table` a table.
+Cases without room in memory are skipped, and named; a model without room ends the benchmark. Prints JSON
+lines, or with `--table` a table.
 """
 
 import argparse
@@ -15,14 +16,16 @@ import gc
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from figures import Line, Record, add_output_options, numbers, of_case, read_lines, record
-from rich.console import Console
-from rich.table import Table
+import entry
+from decode_table import print_table
+from figures import Line, Record, of_case, read_lines, record
+from options import Parser, add_output, add_page_size, models, number_from, numbers, some_of
 
 from mlxd.batching.blas import ensure_blas
 
@@ -66,9 +69,9 @@ class Case:
 
 def main() -> None:
     options = _options()
-    lines = read_lines(options.plot_from) if options.plot_from else _measure(options)
+    lines = read_lines(options.plot_from, "steady") if options.plot_from else _measure(options)
     if options.table:
-        _print_table(lines)
+        print_table(lines)
     if options.plot:
         from plots import draw_decode
 
@@ -94,6 +97,9 @@ def _measure(options: argparse.Namespace) -> list[Line]:
     for name in options.model:
         bench = load(name)
         for case in _cases(options):
+            if options.table:
+                said = f"{name}: rows {case.rows}, context {case.context}, {case.shape} ..."
+                print(said, file=sys.stderr, flush=True)
             _steady(bench, case, rate, options, of_case(keep, {"model": name}))
             _free()
         del bench
@@ -107,6 +113,11 @@ def _cases(options: argparse.Namespace) -> Iterable[Case]:
             for shape in options.lengths:
                 if shape == "aligned" or rows > 1:
                     yield Case(rows, context, shape)
+
+
+def _grown(options: argparse.Namespace) -> int:
+    """Tokens that each row draws."""
+    return int(options.blocks * (options.steps + _WARM_STEPS))
 
 
 def _free() -> None:
@@ -125,8 +136,8 @@ def _steady(
     from mlxd.batching.memory import layers_of
 
     layers = layers_of(bench.model)
-    grown = options.blocks * (options.steps + _WARM_STEPS)
-    prompts = [max(_SHORTEST, length - grown // 2) for length in case.lengths]
+    grown = _grown(options)
+    prompts = [length - grown // 2 for length in case.lengths]
     # Rows of mlx-lm do not all join at one step.
     num_tokens = grown + 2 * _WARM_STEPS + case.rows * -(-case.context // _LM_CHUNK)
     weights = weights_bytes(bench.model)
@@ -228,30 +239,11 @@ def _block_s(side: "Side", steps: int) -> list[float]:
     return times
 
 
-def _print_table(lines: Sequence[Line]) -> None:
-    """A row for each case."""
-    title = "tokens a second; milliseconds of our step, and its floor"
-    names = "model", "rows", "context", "mlxd", "mlx-lm", "ratio", "ms", "floor"
-    table = Table(*names, title=title, show_edge=False)
-    sides: dict[str, Line] = {}
-    for line in lines:
-        if line["kind"] == "steady":
-            sides[line["side"]] = line
-        elif line["kind"] == "ratio":
-            ours, theirs = sides["mlxd"], sides["mlx-lm"]
-            case = line["model"], line["rows"], f"{line['context']} {line['lengths']}"
-            speeds = ours["tokens_per_s"], theirs["tokens_per_s"], line["mlxd_over_mlx_lm"]
-            table.add_row(*map(str, (*case, *speeds, ours["ms_per_step"], ours["floor_ms"])))
-    Console().print(table)
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "--model",
-        type=lambda text: text.split(","),
+        type=models,
         default=["smollm2"],
         help="several of smollm2, tiny, 1b, 8b, gemma3-tiny, gemma3-4b (random weights; with -4bit: packed), "
         "or a model folder",
@@ -262,13 +254,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--lengths",
-        type=lambda text: text.split(","),
+        type=some_of("aligned", "ragged"),
         default=["aligned"],
         help="aligned, ragged (evenly from half the context to all of it), or both",
     )
-    parser.add_argument("--steps", type=int, default=12, help="steps a block")
-    parser.add_argument("--blocks", type=int, default=6, help="blocks an engine")
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--steps", type=number_from(1), default=12, help="steps a block")
+    parser.add_argument("--blocks", type=number_from(1), default=6, help="blocks an engine")
+    add_page_size(parser)
     parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument(
@@ -284,12 +276,21 @@ def _options() -> argparse.Namespace:
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with float32 first"
     )
     parser.add_argument("--table", action="store_true", help="print a table at the end, no JSON lines")
-    add_output_options(parser, "decode")
-    options = parser.parse_args()
-    if unknown := set(options.lengths) - {"aligned", "ragged"}:
-        parser.error(f"--lengths is {', '.join(sorted(unknown))}; it takes aligned and ragged")
-    return options
+    add_output(parser, "decode", "table")
+    parser.checks.append(_check_context)
+    return parser.options()
+
+
+def _check_context(options: argparse.Namespace) -> str | None:
+    """Rows are so long half way through the steps: half of these come before."""
+    for case in _cases(options):
+        if (shortest := min(case.lengths)) < (needed := _grown(options) // 2 + _SHORTEST):
+            return (
+                f"--context is {case.context}, with a row of {shortest} tokens half way through --blocks "
+                f"times --steps; it must be {needed} at least"
+            )
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -1,7 +1,8 @@
 """Tenants that share a daemon on the built-in model, under `fair` and under `fcfs`.
 
     python benchmarks/fairness.py flood --minutes 5 --plot docs/fairness-flood
-    python benchmarks/fairness.py trace --minutes 10 --csv TRACE.csv --plot docs/fairness-trace
+    python benchmarks/fairness.py trace --minutes 10 --plot docs/fairness-trace \\
+        --csv examples/traces/AzureLLMInferenceTrace_conv.csv
 
 `flood`: a victim asks now and then, a flooder offers a hundred times as much; first the victim alone, then
 both, under each policy. `trace`: recorded arrivals, split over ten tenants of whom two send a minute's
@@ -20,11 +21,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import azure
+import entry
 import msgspec
 import numpy as np
 from daemon import Daemon, make_config
 from figures import Line, record
 from open_loop import Due, Outcome, connect, replay
+from options import Parser, add_out, add_plot, amount, input_file, number_from, served, some_of
 
 from mlxd.scheduler.config import CacheConfig, Config, SchedulerConfig, TenantConfig
 
@@ -171,22 +174,20 @@ def print_verdict(lines: Sequence[Line]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("what", choices=("flood", "trace"))
-    parser.add_argument("--minutes", type=float, default=5.0, help="of arrivals, for each run")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--policies", type=lambda text: text.split(","), default=["fair", "fcfs"])
-    parser.add_argument("--rate", type=float, default=0.4, help="flood: the victim's requests a second")
-    parser.add_argument("--prompt", type=int, default=48, help="flood: tokens of a prompt")
-    parser.add_argument("--output", type=int, default=16, help="flood: tokens of an answer")
-    parser.add_argument("--csv", type=Path, help="trace: the recording")
-    parser.add_argument("--time-scale", type=float, default=2.5)
-    parser.add_argument("--length-scale", type=float, default=1 / 16)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--minutes", type=amount, default=5.0, help="of arrivals, for each run")
+    parser.add_argument("--model", type=served, default="smollm2-135m-instruct")
+    parser.add_argument("--policies", type=some_of("fair", "fcfs"), default=["fair", "fcfs"])
+    parser.add_argument("--rate", type=amount, default=0.4, help="flood: the victim's requests a second")
+    parser.add_argument("--prompt", type=number_from(1), default=48, help="flood: tokens of a prompt")
+    parser.add_argument("--output", type=number_from(1), default=16, help="flood: tokens of an answer")
+    parser.add_argument("--csv", type=input_file, help="trace: the recording")
+    parser.add_argument("--time-scale", type=amount, default=2.5)
+    parser.add_argument("--length-scale", type=amount, default=1 / 16)
+    add_plot(parser)
+    add_out(parser, "fairness")
+    options = parser.options()
     if options.what == "trace" and options.csv is None:
         parser.error("trace needs --csv")
     runs = asyncio.run({"flood": flood, "trace": trace}[options.what](options))
@@ -203,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -1,26 +1,15 @@
-"""What benchmarks share to tell their figures: JSON lines, options for where they go, quantiles."""
+"""What benchmarks share to tell their figures: JSON lines, quantiles."""
 
-import argparse
 import json
-import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from entry import BenchmarkError
+
 Line = dict[str, Any]
 Record = Callable[[Line], None]
-
-
-def add_output_options(parser: argparse.ArgumentParser, name: str) -> None:
-    """`--out` (a file in $OUT where that is set), `--plot` and `--plot-from`."""
-    folder = os.environ.get("OUT")
-    default = Path(folder) / f"{name}.jsonl" if folder else None
-    parser.add_argument("--out", type=Path, default=default, help="file to append the JSON lines to")
-    parser.add_argument("--plot", type=Path, help="draw the lines: writes this path with .png and .svg")
-    parser.add_argument(
-        "--plot-from", type=Path, nargs="+", help="measure nothing: take the lines of these files"
-    )
 
 
 def first_tokens(prompt_tokens: int, cached_tokens: int, seconds: Sequence[float]) -> Line:
@@ -48,16 +37,35 @@ def of_case(record: Record, case: Line) -> Record:
     return lambda line: record(case | line)
 
 
-def read_lines(paths: Sequence[Path]) -> list[Line]:
-    return [json.loads(text) for path in paths for text in path.read_text().splitlines()]
+def read_lines(paths: Sequence[Path], kind: str | None = None) -> list[Line]:
+    """What was recorded in these files.
+
+    Args:
+        kind: of some line in each file, by which a benchmark knows its own.
+    Raises:
+        BenchmarkError: a file has lines that are no JSON objects, or none of the kind.
+    """
+    lines = []
+    for path in paths:
+        own = list(_lines_of(path))
+        if kind is not None and all(line.get("kind") != kind for line in own):
+            raise BenchmarkError(f"{path} has no line of kind {kind!r}: it is not of this benchmark")
+        lines += own
+    return lines
+
+
+def _lines_of(path: Path) -> Iterator[Line]:
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict):
+            raise BenchmarkError(f"{path}:{number}: no JSON object")
+        yield line
 
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest of at least one value that is not below `share` of them."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def numbers(text: str) -> list[int]:
-    """ "1,8,32" as an option's value."""
-    return [int(part) for part in text.split(",")]

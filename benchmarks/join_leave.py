@@ -8,13 +8,15 @@ and, with `--out`, adds a JSON line to a file.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import entry
+from figures import record
+from options import Parser, add_out, model, number_from, numbers
 
 from mlxd.batching.blas import ensure_blas
 
@@ -161,31 +163,20 @@ def main() -> None:
                 "step_ms": round(cost.step_ms, 3),
             }
             print(f"{length:>12} {name:>8} {cost.join_ms:>9.2f} {cost.leave_ms:>9.2f} {cost.step_ms:>9.2f}")
-    if options.out:
-        line = {
-            "benchmark": "join_leave",
-            "model": bench.name,
-            "blas": blas.name,
-            "siblings": options.siblings,
-        }
-        with options.out.open("a") as file:
-            file.write(json.dumps(line | {"cost": found}) + "\n")
+    line = {"benchmark": "join_leave", "model": bench.name, "blas": blas.name, "siblings": options.siblings}
+    record(line | {"cost": found}, options.out, quiet=True)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--siblings", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = Parser(__doc__)
+    parser.add_argument("--model", type=model, default="tiny")
+    parser.add_argument("--siblings", type=number_from(1), default=6)
+    parser.add_argument("--rounds", type=number_from(1), default=20)
     parser.add_argument("--attention", default="in_place", choices=["in_place", "gathered"])
-    parser.add_argument("--lengths", type=_lengths, default=[100, 1000, 4000])
-    parser.add_argument("--out", type=Path, help="file to add a JSON line to")
-    return parser.parse_args()
-
-
-def _lengths(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    parser.add_argument("--lengths", type=numbers, default=[100, 1000, 4000])
+    add_out(parser, "join_leave")
+    return parser.options()
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

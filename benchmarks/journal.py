@@ -7,10 +7,8 @@ see. The settings take turns, three rounds each. Prints a JSON line for each num
 way at once: medians over the rounds. `--folder` says on which disk the journal lies; `fsync_ms` is its own.
 """
 
-import argparse
 import asyncio
 import hashlib
-import json
 import os
 import statistics
 import tempfile
@@ -19,6 +17,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import entry
+from figures import record
+from options import Parser, add_out, number_from
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -133,22 +134,17 @@ def compare(folder: Path, num_requests: int, num_clients: int) -> dict[str, obje
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
+    parser = Parser(__doc__)
+    parser.add_argument("--requests", type=number_from(2), default=300)
+    parser.add_argument("--clients", type=number_from(1), nargs="+", default=[1, 16])
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    add_out(parser, "journal")
+    arguments = parser.options()
     for num_clients in arguments.clients:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            line = json.dumps(compare(Path(folder), arguments.requests, num_clients))
-        print(line, flush=True)
-        if arguments.out:
-            with arguments.out.open("a") as file:
-                file.write(line + "\n")
+            line = compare(Path(folder), arguments.requests, num_clients)
+        record(line, arguments.out)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

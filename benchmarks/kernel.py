@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # the reference multiplies in float32
 
+import entry
 import mlx.core as mx
 from floor import read_rate
+from options import Parser, add_out, number_from
 
 from mlxd.batching import attention_kernel
 from mlxd.batching.attention import DecodeVariant, InPlace, Kernel, variant
@@ -254,15 +255,15 @@ def compare(shape: str, case: KernelCase, rows: int, columns: int, rate: float, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     every = list(range(len(CASES)))
-    parser.add_argument("--cases", type=int, nargs="*", default=every, help="which to check; none without")
-    parser.add_argument("--draws", type=int, default=8, help="random batches of each case")
+    parser.add_argument(
+        "--cases", type=int, choices=every, nargs="*", default=every, help="which to check; none without"
+    )
+    parser.add_argument("--draws", type=number_from(1), default=8, help="random batches of each case")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--out", type=Path, help="file to append the JSON lines to")
-    options = parser.parse_args()
+    add_out(parser, "kernel")
+    options = parser.options()
     if not mx.cuda.is_available():
         sys.exit("benchmarks/kernel.py needs MLX's CUDA device")
 
@@ -285,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

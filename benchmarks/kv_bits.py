@@ -8,12 +8,13 @@ same place.
 Prints a table and, with `--out`, adds a JSON line for each precision to a file.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+
+import entry
+from figures import record
+from options import Parser, add_out, number_from
 
 from mlxd.batching.blas import ensure_blas
 
@@ -112,10 +113,10 @@ def shares_equal(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--tokens", type=number_from(1), default=200)
+    add_out(parser, "kv_bits")
+    options = parser.options()
     bench = load("smollm2")
     tokenizer = load_tokenizer(resolve(SMOLLM2, ignore_progress))
     prompts = [
@@ -135,10 +136,8 @@ def main() -> None:
             f"{outcome.same_until:>11.1%} {outcome.same:>6.1%}",
             flush=True,
         )
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
+        record(asdict(outcome), options.out, quiet=True)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

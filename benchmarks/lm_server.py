@@ -2,8 +2,8 @@
 
     python benchmarks/lm_server.py PEAK_FILE --model FOLDER --port 8080 ...
 
-Run so, it is that server with the BLAS that mlxd uses; when it ends it writes the most memory that MLX held,
-in bytes, to a file.
+Run so, it is that server with the BLAS that mlxd uses, and takes its options, of which `--model` must be
+there; when it ends it writes the most memory that MLX held, in bytes, to a file.
 """
 
 import asyncio
@@ -14,12 +14,13 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import entry
+from options import Parser
 from servers import Piece
 
 _HOST = "127.0.0.1"
 _LOOK_INTERVAL_S = 0.2
 _LONGEST_LINE = 2**20
-_LOG_TAIL = 2_000
 
 
 class LmServer:
@@ -45,11 +46,17 @@ class LmServer:
     async def start(self) -> None:
         """Returns when it takes requests; the first one may wait for the model."""
         with self._log.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(*self._command, stdout=log, stderr=log)
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdout=log, stderr=log, start_new_session=True
+            )
         while not await self._is_healthy():
             if self._process.returncode is not None:
-                raise RuntimeError(f"mlx_lm.server ended: {self._log.read_text()[-_LOG_TAIL:]}")
+                raise entry.BenchmarkError(f"mlx_lm.server ended: {self._last_words()}")
             await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text().split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
     async def _is_healthy(self) -> bool:
         try:
@@ -82,7 +89,8 @@ class LmServer:
 
     async def end(self) -> int:
         """The most memory that MLX held, in bytes."""
-        assert self._process is not None
+        if self._process is None:
+            return 0
         if self._process.returncode is None:
             self._process.terminate()
         await self._process.wait()
@@ -95,21 +103,25 @@ def _piece(message: dict[str, object]) -> Piece:
             return Piece(text)
         case {"usage": {"prompt_tokens": int(prompt), "completion_tokens": int(output)}}:
             return Piece("", prompt, output)
-    raise RuntimeError(f"mlx_lm.server sent {message}")
+    raise entry.BenchmarkError(f"mlx_lm.server sent {message}")
 
 
 def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("peak_file", type=Path, help="gets the most memory that MLX held")
+    parser.add_argument("--model", required=True, help="a model folder")
+    options, others = parser.parse_known_args()
+    sys.argv[1:] = ["--model", options.model, *others]
     from mlxd.batching.blas import ensure_blas
 
     ensure_blas()  # before anything imports mlx
     import mlx.core as mx
     from mlx_lm import server
 
-    peak = Path(sys.argv.pop(1))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server.main()
-    peak.write_text(str(mx.get_peak_memory()))
+    options.peak_file.write_text(str(mx.get_peak_memory()))
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -6,19 +6,20 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from entry import BenchmarkError
 from floor import on_cpu
 from mlx_lm.models import gemma3_text, llama
-from shapes import SHAPES
+from shapes import PACKED, SHAPES
 
 from mlxd.batching import tuning
 from mlxd.batching.compile_choice import choose_compiled
-from mlxd.batching.device import keep_compiled
-from mlxd.batching.few_rows_rewrite import multiply_few_rows
+from mlxd.batching.device import device_memory_bytes, keep_compiled
 from mlxd.batching.joined import join_projections
-from mlxd.batching.memory import layers_of
+from mlxd.batching.memory import check_attention, layers_of
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.model import open_model, resolve
 from mlxd.batching.parameters import main_dtype, parameters_of
+from mlxd.batching.products import rewrite_products
 from mlxd.batching.runner import RunnerInfo, ignore_progress
 from mlxd.batching.timing import TimeBox
 from mlxd.caches.kinds import Layer, group_specs
@@ -27,7 +28,6 @@ from mlxd.caches.sizing import MemoryPlan, plan_memory
 
 _TUNING_S = 60.0
 _VARIANTS = ("kernel", "in_place", "gathered") if mx.cuda.is_available() else ("in_place", "gathered")
-_PACKED = "-4bit"
 
 SMOLLM2 = "smollm2-135m-instruct"
 
@@ -50,21 +50,40 @@ def load(name: str) -> BenchModel:
 
     Weights are float32 on the CPU; random ones are bfloat16 on a GPU, and packed to 4 bits in groups of 64
     where the shape's name ends in "-4bit".
+
+    Raises:
+        BenchmarkError: there is no room for the weights.
     """
     keep_compiled()
     model, vocab_size = _open(name)
+    check_room(name, model)
     mx.eval(model.parameters())
     return BenchModel(name, model, vocab_size)
 
 
+def check_room(name: str, model: nn.Module, copies: int = 1) -> None:
+    """Evaluates nothing.
+
+    Args:
+        copies: of the weights, that will be in memory together.
+    Raises:
+        BenchmarkError: they have no room.
+    """
+    needed = copies * sum(array.nbytes for array in parameters_of(model))
+    if needed > (most := device_memory_bytes()):
+        raise BenchmarkError(
+            f"{name} needs {needed / 1e9:.3g} GB for its weights; {most / 1e9:.3g} GB are free"
+        )
+
+
 def _open(name: str) -> tuple[nn.Module, int]:
     """A model that is not evaluated, and its vocabulary's size."""
-    shape = SHAPES.get(name.removesuffix(_PACKED))
+    shape = SHAPES.get(name.removesuffix(PACKED))
     if shape is None:
         opened = open_model(resolve(SMOLLM2 if name == "smollm2" else name, ignore_progress))
         return opened.model, opened.vocab_size
     model = random_model(shape)
-    if name.endswith(_PACKED):
+    if name.endswith(PACKED):
         nn.quantize(model, group_size=64, bits=4)
     return model, shape["vocab_size"]
 
@@ -97,7 +116,11 @@ def make_runner(
 
     `join`: whether projections of one input become one product, `multiply`: whether those of few rows are our
     own, where there is a kernel for it; the model of `bench` stays as it is.
+
+    Raises:
+        SettingError: this machine has not what `attention` needs.
     """
+    check_attention(attention)
     layers = layers_of(bench.model, quantization)
     weights_bytes = sum(array.nbytes for array in parameters_of(bench.model))
     memory = _plan(layers, page_size, max_rows, max_model_len, chunk, weights_bytes)
@@ -113,7 +136,7 @@ def make_runner(
     model = bench.twin()
     dtype = main_dtype(model)
     joined = join_projections(model, dtype) if join else "nothing"
-    products = multiply_few_rows(model, dtype) if multiply else "by MLX"
+    products = rewrite_products(model, dtype) if multiply else "by MLX"
     runner = MlxRunner(model, layers, memory, info)
     if attention == "auto":
         times = tuning.choose_attention(runner, memory, _VARIANTS, TimeBox(_TUNING_S))

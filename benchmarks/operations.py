@@ -3,13 +3,15 @@
 python benchmarks/operations.py --model tiny --rows 8 --context 256 --join
 """
 
-import argparse
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import entry
+from figures import record
+from options import VARIANTS, Parser, add_out, model, number_from
 
 from mlxd.batching.blas import ensure_blas
 
@@ -81,17 +83,16 @@ def by_layer(counts: Counter[str], num_layers: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="tiny", help="as of benchmarks/decode.py")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--attention", default="in_place", help="decode attention variant")
+    parser = Parser(__doc__)
+    parser.add_argument("--model", type=model, default="tiny", help="as of benchmarks/decode.py")
+    parser.add_argument("--rows", type=number_from(1), default=8)
+    parser.add_argument("--context", type=number_from(1), default=256)
+    parser.add_argument("--attention", choices=VARIANTS, default="in_place", help="decode attention variant")
     parser.add_argument("--compile", choices=("on", "off"), default="on")
     parser.add_argument("--join", action="store_true", help="join projections that share their input")
     parser.add_argument("--multiply", action="store_true", help="products of our own, on CUDA")
-    options = parser.parse_args()
+    add_out(parser, "operations")
+    options = parser.options()
     ensure_blas()
     from models import load, make_runner
 
@@ -108,10 +109,10 @@ def main() -> None:
         join=options.join,
         multiply=options.multiply,
     )
-    print(json.dumps(runner.info.notes))
+    record({"kind": "choices", **runner.info.notes}, options.out)
     counts = of_step(runner, options.rows, typical_widths(runner.info.memory, options.rows))
-    print(json.dumps(by_layer(counts, len(bench.model.layers))))
+    record({"kind": "operations", **by_layer(counts, len(bench.model.layers))}, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from entry import BenchmarkError
 from figures import Line
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,7 +21,7 @@ _MOST_COLUMNS = 3
 
 def draw_decode(lines: Sequence[Line], path: Path) -> None:
     """Milliseconds a step by rows, a panel for each model and context; the floor beside them."""
-    steady = _of_kind(lines, "steady")
+    steady = _cases(lines, "steady")
     panels = _distinct((line["model"], line["context"]) for line in steady)
     figure, all_axes = _panels(len(panels))
     for axes, (model, context) in zip(all_axes, panels, strict=False):
@@ -47,7 +48,7 @@ def draw_arrivals(lines: Sequence[Line], path: Path) -> None:
     """Throughput of waves and of Poisson arrivals, gaps between tokens, and joins and leaves."""
     costs = _of_kind(lines, "join_leave")
     figure, (speeds, gaps, *moves) = _panels(3 if costs else 2)
-    runs = _of_kind(lines, "waves", "poisson")
+    runs = _cases(lines, "waves", "poisson")
     names = _distinct((line["model"], line["rows"], line.get("load")) for line in runs)
     labels = [f"{model} x {rows}\n{f'load {load}' if load else 'waves'}" for model, rows, load in names]
 
@@ -85,7 +86,7 @@ def _draw_moves(axes: Axes, costs: Sequence[Line]) -> None:
 
 def draw_serve(lines: Sequence[Line], path: Path) -> None:
     """Both servers under each load: medians over rounds."""
-    loads = _of_kind(lines, "load")
+    loads = _cases(lines, "load")
     names = _distinct((line["model"], line["load"]) for line in loads)
     labels = [f"{model}\n{load}" for model, load in names]
     figure, all_axes = _panels(3)
@@ -110,7 +111,10 @@ def draw_serve(lines: Sequence[Line], path: Path) -> None:
 
 def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
     """Device time by part and, where a step is one graph, host time beside it."""
-    wholes = {(line["model"], line["rows"]): line for line in _of_kind(lines, "whole")}
+    # The host's parts are measured last: a case without them was broken off.
+    hosts = {(line["model"], line["rows"]): line for line in _cases(lines, "host")}
+    found = {(line["model"], line["rows"]): line for line in _cases(lines, "whole")}
+    wholes = {case: line for case, line in found.items() if case in hosts}
     is_apart = all(line["one_graph"] for line in wholes.values())
     labels = [f"{model}\nx {rows}" for model, rows in wholes]
     figure, all_axes = _panels(2 if is_apart else 1)
@@ -128,7 +132,6 @@ def draw_breakdown(lines: Sequence[Line], path: Path) -> None:
     _stack(all_axes[0], labels, shown)
     all_axes[0].set(title="device, ms a step" if is_apart else "processor time, ms a step")
     if is_apart:
-        hosts = {(line["model"], line["rows"]): line for line in _of_kind(lines, "host")}
         host = {
             "schedule": [hosts[case]["schedule_ms"] for case in wholes],
             "build": [line["build_ms"] for line in wholes.values()],
@@ -149,11 +152,19 @@ def _of_kind(lines: Sequence[Line], *kinds: str) -> list[Line]:
     return [line for line in lines if line["kind"] in kinds]
 
 
+def _cases(lines: Sequence[Line], *kinds: str) -> list[Line]:
+    """Those of the kinds. Raises BenchmarkError: there are none."""
+    if found := _of_kind(lines, *kinds):
+        return found
+    raise BenchmarkError(f"there is nothing to draw: no line of kind {' or '.join(kinds)} was measured")
+
+
 def _median(lines: Sequence[Line], name: str, **case: object) -> float:
-    """Of the lines of this case."""
-    return statistics.median(
-        float(line[name]) for line in lines if all(line.get(key) == value for key, value in case.items())
-    )
+    """Of the lines of this case. Raises BenchmarkError: there are none, as where a run was broken off."""
+    own = [line for line in lines if all(line.get(key) == value for key, value in case.items())]
+    if not own:
+        raise BenchmarkError(f"there is no line of {', '.join(f'{key} {case[key]}' for key in case)} to draw")
+    return statistics.median(float(line[name]) for line in own)
 
 
 def _distinct(values: Iterable[tuple[object, ...]]) -> list[tuple[object, ...]]:

@@ -14,11 +14,13 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
 
+import entry
 from figures import Line, first_tokens, record
+from options import Parser, add_out, number_from, served
 
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.config import (
@@ -33,6 +35,7 @@ from mlxd.scheduler.engine import Engine
 from mlxd.scheduler.events import Event, Finished, Rejected, RequestKey, Submission, Tokens
 
 Prompt = tuple[int, ...]
+_MAX_ROWS = 8
 
 
 @dataclass(slots=True)
@@ -61,8 +64,12 @@ class Served:
         self._events: SimpleQueue[tuple[float, Sequence[Event]]] = SimpleQueue()
         self._engine = Engine(config, seed=0)
         self._engine.start(lambda events: self._events.put((time.monotonic(), events)))
-        self.info = self._engine.wait_ready()
         self._count = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns when it is ready."""
+        return self._engine.wait_ready().vocab_size
 
     def ask(self, prompts: Sequence[Prompt], num_tokens: int, *, first_alone: bool = False) -> list[Answer]:
         """Returns when all have ended. Times count from when the first one was sent.
@@ -102,18 +109,17 @@ class Served:
                 answer.cached_tokens = event.usage.cached_tokens
                 return True
             case Rejected():
-                raise RuntimeError(f"{event.reason}: {event.message}")
+                raise entry.BenchmarkError(f"{event.reason}: {event.message}")
         return False
 
     def close(self) -> None:
         self._engine.stop()
 
 
-def shared(options: argparse.Namespace) -> Iterator[Line]:
+def shared(served: Served, options: argparse.Namespace) -> Iterator[Line]:
     """Warm and cold trials by turns; a line a side, and the ratio."""
     rng = random.Random(0)
-    served = Served(options.model, 8)
-    words = served.info.vocab_size
+    words = served.vocab_size
 
     def prompt(common: Prompt) -> Prompt:
         return common + some(rng, words, options.own)
@@ -124,7 +130,6 @@ def shared(options: argparse.Namespace) -> Iterator[Line]:
     for _ in range(options.trials):
         sides["cold"] += served.ask([prompt(some(rng, words, options.shared))], options.output)
         sides["warm"] += served.ask([prompt(common)], options.output)
-    served.close()
     for side, answers in sides.items():
         yield {"side": side, "shared": options.shared, "own": options.own, **_sum_up(answers)}
     ratios = [
@@ -134,14 +139,13 @@ def shared(options: argparse.Namespace) -> Iterator[Line]:
     yield {"cold_over_warm": round(statistics.median(ratios), 2)}
 
 
-def together(options: argparse.Namespace) -> Iterator[Line]:
+def together(served: Served, options: argparse.Namespace) -> Iterator[Line]:
     """Prompts whose common part is new: all at one instant, and all but the first when that has a token.
 
     Either way has a new common part in each trial; times count from when the first prompt was sent.
     """
     rng = random.Random(0)
-    served = Served(options.model, options.together)
-    words = served.info.vocab_size
+    words = served.vocab_size
 
     def prompts() -> list[Prompt]:
         common = some(rng, words, options.shared)
@@ -151,7 +155,6 @@ def together(options: argparse.Namespace) -> Iterator[Line]:
     for _ in range(options.trials):
         ways["at_once"] += served.ask(prompts(), options.output)
         ways["after_the_first"] += served.ask(prompts(), options.output, first_alone=True)
-    served.close()
     for way, answers in ways.items():
         yield {"way": way, "prompts": options.together, "shared": options.shared, **_sum_up(answers)}
 
@@ -169,20 +172,22 @@ def some(rng: random.Random, words: int, number: int) -> Prompt:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(__doc__)
+    parser.add_argument("--model", type=served, default="smollm2-135m-instruct")
+    parser.add_argument("--shared", type=number_from(1), default=500)
+    parser.add_argument("--own", type=number_from(1), default=16)
+    parser.add_argument("--output", type=number_from(1), default=16)
+    parser.add_argument("--trials", type=number_from(1), default=8)
+    parser.add_argument(
+        "--together", type=number_from(0), default=0, help="so many prompts at one instant instead"
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--shared", type=int, default=500)
-    parser.add_argument("--own", type=int, default=16)
-    parser.add_argument("--output", type=int, default=16)
-    parser.add_argument("--trials", type=int, default=8)
-    parser.add_argument("--together", type=int, default=0, help="so many prompts at one instant instead")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    for line in together(options) if options.together else shared(options):
-        record(line, options.out)
+    add_out(parser, "prefix")
+    options = parser.options()
+    measure = together if options.together else shared
+    with closing(Served(options.model, options.together or _MAX_ROWS)) as engine:
+        for line in measure(engine, options):
+            record(line, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -9,8 +9,6 @@ shape, by turns; more weights than a cache holds; beside it MLX's own. Prints JS
 error where a product is wrong.
 """
 
-import argparse
-import json
 import math
 import os
 import statistics
@@ -18,11 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # the reference multiplies in float32
 
+import entry
 import mlx.core as mx
+from figures import Record, record
+from options import Parser, add_out
 
 from mlxd.batching import product_kernel
 from mlxd.batching.kernel_check import relative_errors
@@ -57,7 +57,6 @@ TIMED = {
 }
 ROWS = (2, 8, 16, 32)
 _CHAIN_BYTES = 600_000_000
-Record = Callable[[dict[str, object]], None]
 Product = Callable[[mx.array, mx.array], mx.array]
 
 
@@ -166,30 +165,21 @@ def times(run: Callable[[mx.array], mx.array], x: mx.array, repeats: int = 15) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--rows", type=int, choices=range(1, MOST_ROWS + 1), nargs="*", default=ROWS)
+    add_out(parser, "products")
+    arguments = parser.options()
     if not product_kernel.is_available():
         sys.exit("products.py needs MLX's CUDA build")
-    lines: list[str] = []
-
-    def record(facts: dict[str, object]) -> None:
-        lines.append(json.dumps(facts))
-        print(lines[-1], flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text("\n".join(lines) + "\n")
-
+    keep = partial(record, out=arguments.out)
     plain = product_kernel.kernel
     product_kernel.kernel = poison_outputs(plain)
-    is_right = check((mx.bfloat16, mx.float16), record)
+    is_right = check((mx.bfloat16, mx.float16), keep)
     product_kernel.kernel = plain
-    measure(arguments.rows, record)
+    measure(arguments.rows, keep)
     if not is_right:
         sys.exit("the kernel is wrong")
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

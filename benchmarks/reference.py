@@ -52,7 +52,7 @@ def check(bench: BenchModel, runner: MlxRunner, rows: int, context: int) -> Line
         )
     return {
         "kind": "error",
-        "rows": len(prompts),
+        "rows_compared": len(prompts),
         "mlxd": round(our_error, 6),
         "mlx-lm": round(their_error, 6),
     }

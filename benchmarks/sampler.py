@@ -5,13 +5,15 @@
 Prints one JSON line a case: median milliseconds, eager, on the default device.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import entry
 import mlx.core as mx
+from figures import Record, record
+from options import Parser, add_out, number_from
 
 from mlxd.batching.plan import DecodeEntry
 from mlxd.batching.row import Row
@@ -53,7 +55,7 @@ def sorted_weights(logits: mx.array, top_k: int, top_p: float) -> mx.array:
     return mx.where(weights >= least, weights, 0.0)
 
 
-def measure_parts(logits: mx.array, repeats: int) -> None:
+def measure_parts(logits: mx.array, repeats: int, record: Record) -> None:
     rows, vocab = logits.shape
     fed = mx.zeros((rows,), mx.int32)
     for name, params in PARTS.items():
@@ -63,12 +65,10 @@ def measure_parts(logits: mx.array, repeats: int) -> None:
         def step(batch: SamplingBatch = batch, entries: list[DecodeEntry] = entries) -> list[mx.array]:
             return sample(batch.shape, logits, fed, batch.inputs(entries))
 
-        print(
-            json.dumps({"part": name, "rows": rows, "vocab": vocab, "ms": round(median_ms(step, repeats), 3)})
-        )
+        record({"part": name, "rows": rows, "vocab": vocab, "ms": round(median_ms(step, repeats), 3)})
 
 
-def measure_filters(logits: mx.array, repeats: int) -> None:
+def measure_filters(logits: mx.array, repeats: int, record: Record) -> None:
     rows, vocab = logits.shape
     column = mx.ones((rows,))
     for top_k, top_p in ((50, 1.0), (0, 0.9), (50, 0.9)):
@@ -89,22 +89,22 @@ def measure_filters(logits: mx.array, repeats: int) -> None:
 
         figures = {"search_ms": median_ms(search, repeats), "sort_ms": median_ms(sort, repeats)}
         case = {"top_k": top_k, "top_p": top_p, "rows": rows, "vocab": vocab}
-        print(json.dumps(case | {name: round(ms, 3) for name, ms in figures.items()}))
+        record(case | {name: round(ms, 3) for name, ms in figures.items()})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=49152)
-    parser.add_argument("--repeats", type=int, default=10)
-    options = parser.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--rows", type=number_from(1), default=32)
+    parser.add_argument("--vocab", type=number_from(64), default=49152)
+    parser.add_argument("--repeats", type=number_from(1), default=10)
+    add_out(parser, "sampler")
+    options = parser.options()
+    keep = partial(record, out=options.out)
     logits = 3 * mx.random.normal((options.rows, options.vocab), key=mx.random.key(0))
     mx.eval(logits)
-    measure_parts(logits, options.repeats)
-    measure_filters(logits, options.repeats)
+    measure_parts(logits, options.repeats, keep)
+    measure_filters(logits, options.repeats, keep)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

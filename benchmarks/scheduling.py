@@ -8,13 +8,14 @@ of the tenants have caps, requests are of all classes and half of them have a de
 clock is this thread's CPU time, so that what else runs on the machine does not count.
 """
 
-import argparse
 import gc
-import json
 import statistics
 import time
-from pathlib import Path
 from random import Random
+
+import entry
+from figures import record
+from options import Parser, add_out, number_from
 
 from mlxd.batching.fake_runner import FakeRunner, fake_memory
 from mlxd.batching.sampling_params import SamplingParams
@@ -117,22 +118,18 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Host cost of scheduling, per step.")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--tenants", type=int, default=50)
-    parser.add_argument("--waiting", type=int, default=10_000)
-    parser.add_argument("--steps", type=int, default=2_000)
+    parser = Parser(__doc__)
+    parser.add_argument("--rows", type=number_from(1), default=64)
+    parser.add_argument("--tenants", type=number_from(1), default=50)
+    parser.add_argument("--waiting", type=number_from(1), default=10_000)
+    parser.add_argument("--steps", type=number_from(2), default=2_000)
     parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
     parser.add_argument("--plain", action="store_true", help="one class, no caps, no deadlines")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    add_out(parser, "scheduling")
+    args = parser.options()
     figures = measure(args.rows, args.tenants, args.waiting, args.steps, args.policy, plain=args.plain)
-    line = json.dumps(figures)
-    print(line)
-    if args.out is not None:
-        with args.out.open("a") as file:
-            file.write(line + "\n")
+    record(figures, args.out)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

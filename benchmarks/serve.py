@@ -2,7 +2,7 @@
 
     python benchmarks/serve.py --model smollm2 --clients 4 --requests 24 --prompt 48 --output 24
     python benchmarks/serve.py --model 1b --clients 32 --requests 256 --prompt 512 --output 128 \\
-        --trace ../shared/traces/azure-llm-2023-conv.csv --time-scale 0.1 --length-scale 0.5
+        --trace examples/traces/AzureLLMInferenceTrace_conv.csv --time-scale 0.1 --length-scale 0.5
 
 Both load one folder with unpacked weights (random ones for a shape), whose end of text is a token that is
 never drawn, and take turns, a load each; both must count the tokens that were asked for. Alone: one client.
@@ -27,11 +27,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import entry
 from azure import recorded
-from figures import Line, Record, add_output_options, read_lines, record
+from figures import Line, Record, read_lines, record
 from lm_server import LmServer
+from options import SMOLLM2, Parser, add_output, amount, input_file, number_from, tokenizer_folder
 from server_load import Answer, Ask, WrongCountError, closed_loop, figures, open_loop, same
 from servers import MlxdServer, Server
+from shapes import LLAMAS
 
 from mlxd.batching.blas import ensure_blas
 from mlxd.scheduler.config import DecodeConfig
@@ -152,9 +155,9 @@ async def compare(folder: Path, options: argparse.Namespace, record: Record) -> 
 @asynccontextmanager
 async def serving(server: Server, record: Record) -> AsyncIterator[None]:
     """Tells at the end how much memory it took."""
-    await server.start()
     resident = 0
     try:
+        await server.start()
         yield
         resident = resident_bytes(server.pid)
     finally:
@@ -185,26 +188,32 @@ def measure(options: argparse.Namespace) -> list[Line]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--model", choices=(SMOLLM2, *LLAMAS), default=SMOLLM2, help="a shape gets random weights"
     )
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a Llama shape: tiny, 1b, 8b")
-    parser.add_argument("--tokenizer", type=Path, help="its folder; the built-in model's by default")
-    parser.add_argument("--clients", type=int, default=4, help="of the closed loop")
-    parser.add_argument("--rows", type=int, help="most rows in a batch; as many as clients by default")
-    parser.add_argument("--requests", type=int, default=24, help="of each load")
-    parser.add_argument("--rounds", type=int, default=2, help="of all loads, each with prompts of its own")
-    parser.add_argument("--prompt", type=int, default=48, help="closed loop: tokens of a prompt")
-    parser.add_argument("--output", type=int, default=24, help="closed loop: tokens of an answer")
-    parser.add_argument("--trace", type=Path, help="the recording of the open loop")
-    parser.add_argument("--time-scale", type=float, default=10.0, help="above 1 spreads arrivals")
-    parser.add_argument("--length-scale", type=float, default=1 / 16, help="below 1 shortens")
+    parser.add_argument(
+        "--tokenizer", type=tokenizer_folder, help="its folder; the built-in model's by default"
+    )
+    parser.add_argument("--clients", type=number_from(1), default=4, help="of the closed loop")
+    parser.add_argument(
+        "--rows", type=number_from(1), help="most rows in a batch; as many as clients by default"
+    )
+    parser.add_argument("--requests", type=number_from(1), default=24, help="of each load")
+    parser.add_argument(
+        "--rounds", type=number_from(1), default=2, help="of all loads, each with prompts of its own"
+    )
+    parser.add_argument("--prompt", type=number_from(1), default=48, help="closed loop: tokens of a prompt")
+    parser.add_argument("--output", type=number_from(2), default=24, help="closed loop: tokens of an answer")
+    parser.add_argument("--trace", type=input_file, help="the recording of the open loop")
+    parser.add_argument("--time-scale", type=amount, default=10.0, help="above 1 spreads arrivals")
+    parser.add_argument("--length-scale", type=amount, default=1 / 16, help="below 1 shortens")
     parser.add_argument("--budget", default="1GiB", help="cache.budget of mlxd")
     parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
-    parser.add_argument("--warmup", type=float, default=20.0, help="decode.warmup_s of mlxd")
-    add_output_options(parser, "serve")
-    options = parser.parse_args()
-    lines = read_lines(options.plot_from) if options.plot_from else measure(options)
+    parser.add_argument("--warmup", type=amount, default=20.0, help="decode.warmup_s of mlxd")
+    add_output(parser, "serve")
+    options = parser.options()
+    lines = read_lines(options.plot_from, "load") if options.plot_from else measure(options)
     if options.plot:
         from plots import draw_serve
 
@@ -212,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
+from entry import BenchmarkError
 from mlx.utils import tree_flatten
-from models import SMOLLM2, load, random_model
+from models import SMOLLM2, check_room, load, random_model
 from shapes import SHAPES
 from tokenizers import Tokenizer
 
@@ -18,6 +19,9 @@ from mlxd.batching.runner import ignore_progress
 _NEVER_DRAWN = "<repo_name>"
 """Ends the text for both servers, so that all answers have the length that was asked for."""
 
+_SERVERS = 2
+"""That hold the weights together."""
+
 
 def make_folder(name: str, tokenizer: Path | None, folder: Path) -> None:
     """Write a model with unpacked weights, which both servers compute alike.
@@ -25,15 +29,20 @@ def make_folder(name: str, tokenizer: Path | None, folder: Path) -> None:
     Args:
         name: "smollm2", or a Llama shape of SHAPES, which gets random weights and the tokenizer's vocabulary.
         tokenizer: folder of the tokenizer; None takes the built-in model's.
+    Raises:
+        BenchmarkError: there is no room for the weights of two servers, or the tokenizer is of another kind.
     """
     source = tokenizer or resolve(SMOLLM2, ignore_progress)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / file, folder / file)
     vocabulary = Tokenizer.from_file(str(source / "tokenizer.json"))
     eos = vocabulary.token_to_id(_NEVER_DRAWN)
+    if eos is None:
+        raise BenchmarkError(f"{source}: the tokenizer has no {_NEVER_DRAWN}, which is to end the text")
     if name in SHAPES:
         config = SHAPES[name] | {"vocab_size": vocabulary.get_vocab_size()}
         model = random_model(config)
+        check_room(name, model, copies=_SERVERS)
     else:
         config = json.loads((source / "config.json").read_text())
         del config["quantization"]

@@ -87,5 +87,7 @@ class MlxdServer:
     async def end(self) -> int:
         try:
             return int(self._daemon.metrics()[_PEAK])
+        except OSError:
+            return 0  # it did not get so far as to serve
         finally:
             await self._daemon.end()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+PACKED = "-4bit"
+"""After a shape's name: its weights are packed."""
 _LLAMA = {
     "model_type": "llama",
     "rms_norm_eps": 1e-5,
@@ -63,3 +65,5 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Llama 3.2 1B and 3.1 8B, Gemma 3 4B (five of six layers slide), and small ones for trying things out."""
+
+LLAMAS = tuple(name for name, shape in SHAPES.items() if shape["model_type"] == "llama")

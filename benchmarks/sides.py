@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
+from entry import BenchmarkError
 from mlx_lm.generate import BatchGenerator
 from models import BenchModel
 
@@ -15,7 +16,7 @@ from mlxd.batching.row import Row
 from mlxd.batching.runner import PendingStep
 from mlxd.batching.sampling_params import SamplingParams
 from mlxd.scheduler.config import CacheConfig, Config, SchedulerConfig, TenantConfig
-from mlxd.scheduler.events import Event, Rejected, RequestKey, Submission, Tokens
+from mlxd.scheduler.events import Event, Finished, Rejected, RequestKey, Submission, Tokens
 from mlxd.scheduler.scheduler import Scheduler
 
 _TENANT = "bench"
@@ -114,7 +115,11 @@ class Mlxd:
 
 
 class Scheduled:
-    """Our scheduler and runner in the engine's order, without its thread, sockets and text."""
+    """Our scheduler and runner in the engine's order, without its thread, sockets and text.
+
+    Attributes:
+        slowest_chunk_s: of the prefill chunks so far; those of one step count alike.
+    """
 
     name = "mlxd"
 
@@ -132,13 +137,16 @@ class Scheduled:
         self._scheduler = Scheduler(config, runner.info)
         self._launched: deque[PendingStep] = deque()
         self._events: list[Event] = []
+        self.slowest_chunk_s = 0.0
 
     def add(self, request: int, prompt: Sequence[int], num_tokens: int) -> None:
         key = RequestKey(_TENANT, str(request))
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        event = self._scheduler.submit(Submission(key, tuple(prompt), sampling, time.monotonic()))
+        submission = Submission(key, tuple(prompt), sampling, time.monotonic())
+        submission.check(self._runner.info.vocab_size)
+        event = self._scheduler.submit(submission)
         if isinstance(event, Rejected):
-            raise RuntimeError(f"{event.reason}: {event.message}")
+            raise BenchmarkError(f"{event.reason}: {event.message}")
 
     def step(self) -> list[int]:
         plan = self._scheduler.schedule(time.monotonic(), self._events)
@@ -147,6 +155,11 @@ class Scheduled:
         if self._launched and (len(self._launched) > 1 or plan is None):
             self._read_oldest()
         events, self._events = self._events, []
+        for event in events:
+            if isinstance(event, Finished) and event.outcome != "length":
+                raise BenchmarkError(
+                    f"request {event.key.request_id}: {event.outcome} {event.error}".rstrip()
+                )
         return [int(event.key.request_id) for event in events if isinstance(event, Tokens)]
 
     def drain(self) -> None:
@@ -156,4 +169,7 @@ class Scheduled:
     def _read_oldest(self) -> None:
         step = self._launched.popleft()
         result = step.wait()
+        size = self._runner.info.memory.chunk
+        if chunks := sum(-(-part.num_tokens // size) for part in step.plan.prefill):
+            self.slowest_chunk_s = max(self.slowest_chunk_s, result.prefill_s / chunks)
         self._scheduler.postprocess(step.plan, result, time.monotonic(), self._events)

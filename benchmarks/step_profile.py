@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from figures import Line, numbers, record
+import entry
+from figures import Line, record
+from options import Parser, add_out, add_page_size, models, number_from, numbers
 
 _WARM_STEPS = 10
 _PARTS = {
@@ -44,10 +46,8 @@ class Kernel(NamedTuple):
 
 def kernels_of(run: Callable[[], None]) -> list[Kernel]:
     """All that ran on the GPU for it, in order. `run` waits for what it launches."""
-    try:
-        from torch.profiler import ProfilerActivity, profile
-    except ImportError:
-        sys.exit("PyTorch, through whose profiler CUDA's records are read, is not installed")
+    from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
@@ -99,6 +99,7 @@ def by_part(lines: Sequence[Line]) -> Line:
 
 def main() -> None:
     options = _options()
+    entry.require("torch")  # through whose profiler CUDA's records are read
     from mlxd.batching.blas import ensure_blas
 
     blas = ensure_blas()  # before anything imports mlx
@@ -151,19 +152,17 @@ def _tell(kernels: Sequence[Kernel], case: Line, options: argparse.Namespace) ->
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=lambda text: text.split(","), default=["1b"])
+    parser = Parser(__doc__)
+    parser.add_argument("--model", type=models, default=["1b"])
     parser.add_argument("--rows", type=numbers, default=[1, 32, 128], help="rows of the batch, as 1,32,128")
-    parser.add_argument("--context", type=int, default=512, help="prompt tokens of each row")
-    parser.add_argument("--steps", type=int, default=20, help="that are recorded")
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--context", type=number_from(1), default=512, help="prompt tokens of each row")
+    parser.add_argument("--steps", type=number_from(1), default=20, help="that are recorded")
+    add_page_size(parser)
     parser.add_argument("--attention", choices=("in_place", "gathered", "kernel"), default="kernel")
-    parser.add_argument("--most", type=int, default=12, help="kernels that get a line")
-    parser.add_argument("--out", type=Path, help="file to append the JSON lines to")
-    return parser.parse_args()
+    parser.add_argument("--most", type=number_from(1), default=12, help="kernels that get a line")
+    add_out(parser, "step_profile")
+    return parser.options()
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

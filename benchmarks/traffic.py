@@ -66,14 +66,17 @@ class Served:
 def poisson(
     number: int, rate_per_s: float, prompt_tokens: int, output_tokens: int, vocab_size: int, seed: int
 ) -> list[Arrival]:
-    """Poisson arrivals whose prompts and outputs are half to one and a half times the given lengths."""
+    """Poisson arrivals whose prompts and outputs are half to one and a half times the given lengths.
+
+    Both lengths are 2 at least, and so is what becomes of them.
+    """
     rng = random.Random(seed)
     arrivals, now = [], 0.0
     for _ in range(number):
         now += rng.expovariate(rate_per_s)
         length = rng.randint(max(2, prompt_tokens // 2), prompt_tokens * 3 // 2)
         prompt = tuple(rng.randrange(vocab_size) for _ in range(length))
-        arrivals.append(Arrival(now, prompt, rng.randint(max(1, output_tokens // 2), output_tokens * 3 // 2)))
+        arrivals.append(Arrival(now, prompt, rng.randint(max(2, output_tokens // 2), output_tokens * 3 // 2)))
     return arrivals
 
 

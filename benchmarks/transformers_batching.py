@@ -25,8 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import entry
 from figures import Line, of_case, read_lines, record
-from shapes import SHAPES
+from options import Parser, add_out, add_prefill, number_from
+from shapes import LLAMAS, SHAPES
 from traffic import Arrival, Served, wave
 from transformers_side import (
     TransformersError,
@@ -40,11 +42,12 @@ from transformers_side import (
 )
 
 _BOTH = "both"
-_LLAMAS = [name for name, shape in SHAPES.items() if shape["model_type"] == "llama"]
 
 
 def main() -> None:
     options = _options()
+    if options.side != "mlxd":
+        entry.require("torch", "transformers")
     if options.side == _BOTH:
         lines = [line for side in _SIDES for line in _in_a_process(side, options)]
         record(_sum_up(lines), options.out)
@@ -152,15 +155,6 @@ def _rounds(
         yield {"kind": "wave", "round": number, **line, "peak_memory_gb": peak_gb}
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} up")
-        return int(text)
-
-    return number
-
-
 def _setting(text: str) -> tuple[str, Any]:
     """KEY=VALUE, the value as JSON or else a word."""
     name, equals, value = text.partition("=")
@@ -173,21 +167,17 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--side", choices=(_BOTH, *_SIDES), default=_BOTH)
-    parser.add_argument("--model", choices=_LLAMAS, default="1b", help="a shape, with random weights")
-    parser.add_argument("--requests", type=_at_least(1), default=128, help="at once, and rows of the batch")
-    parser.add_argument("--prompt", type=_at_least(1), default=512, help="prompt tokens")
-    parser.add_argument("--output", type=_at_least(2), default=128, help="tokens of an answer")
-    parser.add_argument("--rounds", type=_at_least(1), default=2, help="measured waves")
+    parser.add_argument("--model", choices=LLAMAS, default="1b", help="a shape, with random weights")
+    parser.add_argument("--requests", type=number_from(1), default=128, help="at once, and rows of the batch")
+    parser.add_argument("--prompt", type=number_from(1), default=512, help="prompt tokens")
+    parser.add_argument("--output", type=number_from(2), default=128, help="tokens of an answer")
+    parser.add_argument("--rounds", type=number_from(1), default=2, help="measured waves")
     parser.add_argument(
-        "--warm-tokens", type=_at_least(1), default=4, help="of an answer in the wave that is not measured"
+        "--warm-tokens", type=number_from(1), default=4, help="of an answer in the wave that is not measured"
     )
-    parser.add_argument("--prefill-ms", type=float, default=250.0, help="scheduler.prefill_ms")
-    parser.add_argument("--chunk", type=int, default=1024, help="scheduler.prefill_chunk")
-    parser.add_argument("--page-size", type=int, default=64)
+    add_prefill(parser, chunk=1024, prefill_ms=250.0)
     parser.add_argument("--attention", choices=("auto", "in_place", "gathered", "kernel"), default="auto")
     parser.add_argument(
         "--attn-implementation", help="of transformers, as 'paged|sdpa'; it chooses by default"
@@ -196,9 +186,9 @@ def _options() -> argparse.Namespace:
         "--set", type=_setting, action="append", default=[], help="KEY=VALUE of its ContinuousBatchingConfig"
     )
     parser.add_argument("--verbose", action="store_true", help="show what its continuous batching logs")
-    parser.add_argument("--out", type=Path, help="file to append the JSON lines to")
-    return parser.parse_args()
+    add_out(parser, "transformers_batching")
+    return parser.options()
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

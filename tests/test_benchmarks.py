@@ -1,6 +1,5 @@
 """What benchmarks count and compare; they measure elsewhere."""
 
-import argparse
 import asyncio
 import re
 import sys
@@ -16,7 +15,11 @@ sys.path.append(str(BENCHMARKS))
 import azure  # noqa: E402
 import plots  # noqa: E402
 from decode import Case  # noqa: E402
-from figures import add_output_options, numbers, quantile, read_lines, record  # noqa: E402
+from decode_table import print_table  # noqa: E402
+from entry import BenchmarkError  # noqa: E402
+from figures import quantile, read_lines, record  # noqa: E402
+from options import Parser, add_output  # noqa: E402
+from script_options import takes  # noqa: E402
 from server_load import Answer, Ask, WrongCountError, closed_loop, figures, open_loop, same  # noqa: E402
 from servers import Piece  # noqa: E402
 from traffic import Arrival, poisson, serve, wave  # noqa: E402
@@ -28,11 +31,8 @@ COMMAND = re.compile(r"python benchmarks/(\w+\.py)((?:[^`\n]*\\\n)*[^`\n]*)")
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_benchmarks_that_are_named_exist_with_their_options(path: Path) -> None:
     for name, arguments in COMMAND.findall(path.read_text()):
-        source = (BENCHMARKS / name).read_text()
-        if "add_output_options(" in source:
-            source += '"--out" "--plot" "--plot-from"'
         for option in re.findall(r"--[a-z-]+", arguments):
-            assert f'"{option}"' in source, f"{path.name} shows {name} with {option}"
+            assert takes(BENCHMARKS / name, option), f"{path.name} shows {name} with {option}"
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,14 @@ def test_a_quantile_is_one_of_the_values(share: float, expected: int) -> None:
 
 def test_lines_are_read_as_they_were_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
-    parser = argparse.ArgumentParser()
-    add_output_options(parser, "some")
-    options = parser.parse_args(["--plot-from", str(tmp_path / "some.jsonl")])
+    monkeypatch.setattr(sys, "argv", ["some.py"])
+    parser = Parser("What it is.")
+    add_output(parser, "some")
+    options = parser.options()
     lines = [{"kind": "a", "ms": 1.5}, {"kind": "b"}]
     for line in lines:
         record(line, options.out, quiet=True)
-    assert read_lines(options.plot_from) == lines
+    assert read_lines([tmp_path / "some.jsonl"], "b") == lines
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,48 @@ def test_the_recording_is_scaled_in_time_and_length(tmp_path: Path) -> None:
         "2023-11-16 18:15:48.5000000,300,1\n"
     )
     assert list(azure.recorded(path, 2.0, 0.5)) == [(0.0, 50, 5), (5.0, 150, 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", " has no requests"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", " has no requests"),
+        ("a,b\n1,2\n", ":2: no request with TIMESTAMP, ContextTokens, GeneratedTokens"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,100,many\n",
+            ":2: no request with TIMESTAMP, ContextTokens, GeneratedTokens",
+        ),
+    ],
+    ids=["empty", "no rows", "other columns", "no number"],
+)
+def test_a_file_that_is_no_recording_is_told(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(BenchmarkError) as error:
+        list(azure.recorded(path, 1.0, 1.0))
+    assert str(error.value) == f"{path}{told}"
+
+
+def test_the_table_has_each_case_with_fixed_decimals_and_tells_the_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case = {"model": "m", "rows": 8, "context": 64, "lengths": "aligned"}
+    speeds = {"tokens_per_s": 1000.0, "ms_per_step": 8.0, "floor_ms": 2.5}
+    machine = {"device": "cpu", "blas": "b", "mlx": "1", "mlx_lm": "2", "read_gb_per_s": 30.0}
+    print_table(
+        [
+            {"kind": "machine", **machine},
+            {"kind": "skipped", **case, "rows": 9, "reason": "needs 9 GB"},
+            {"kind": "steady", **case, "side": "mlxd", **speeds},
+            {"kind": "steady", **case, "side": "mlx-lm", **speeds, "tokens_per_s": 500.0},
+            {"kind": "ratio", **case, "mlxd_over_mlx_lm": 2.0},
+        ]
+    )
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1000.0 │ 500.0 │ 2.00 │ 8.00 │ 2.50" in told
+    assert "needs 9 GB" in told
+    assert "device cpu" in told
 
 
 class OneTokenAStep:
@@ -210,5 +253,14 @@ def test_a_plot_needs_nothing_but_the_lines(name: str, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png", f"{name}.svg"}
 
 
-def test_an_option_takes_several_numbers() -> None:
-    assert numbers("1,8,32") == [1, 8, 32]
+@pytest.mark.parametrize("name", ["arrivals", "serve"])
+def test_a_run_that_was_broken_off_is_told_where_it_lacks_a_side(name: str, tmp_path: Path) -> None:
+    half = [line for line in DRAWN[name] if line["side"] == "mlxd"]
+    with pytest.raises(BenchmarkError, match=r"^there is no line of side mlx.lm.* to draw$"):
+        getattr(plots, f"draw_{name}")(half, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_where_nothing_was_measured_there_is_nothing_to_draw(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match="there is nothing to draw: no line of kind"):
+        getattr(plots, f"draw_{name}")([{"kind": "machine"}, {"kind": "skipped"}], tmp_path / name)

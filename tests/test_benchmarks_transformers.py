@@ -128,13 +128,20 @@ def test_a_torch_that_does_not_load_is_told_in_one_line(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         (["--set", "num_blocks"], "argument --set: 'num_blocks' is not KEY=VALUE"),
-        (["--output", "1"], "argument --output: '1' is not a number from 2 up"),
-        (["--rounds", "none"], "argument --rounds: 'none' is not a number from 1 up"),
+        (["--output", "1"], "argument --output: '1' is not a number from 2 up, as 8"),
+        (["--rounds", "none"], "argument --rounds: 'none' is not a number from 1 up, as 8"),
     ],
 )
 def test_an_option_that_cannot_be_is_told(arguments: list[str], told: str) -> None:
     status, _, errors = _run(arguments)
     assert (status, errors[-1]) == (2, f"transformers_batching.py: error: {told}")
+
+
+def test_without_torch_nothing_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text('import sys\nsys.modules["torch"] = None\n')
+    status, printed, errors = _run(SMALL, [tmp_path])
+    assert (status, printed) == (1, [])
+    assert errors == ["transformers_batching.py: needs torch, which is not installed"]
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, out: Path, statuses: dict[str, int]) -> None:
@@ -147,6 +154,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, out: Path, statuses: dict[str, int
         return subprocess.CompletedProcess(command, statuses[side])
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(sys, "argv", ["transformers_batching.py", "--out", str(out)])
 
 

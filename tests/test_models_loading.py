@@ -77,6 +77,20 @@ def test_quantised_weights_are_served_batched(tmp_path: Path, bits: int) -> None
     assert "batching" not in with_bits.info.notes
 
 
+@pytest.mark.parametrize(("max_model_len", "level"), [(128, "INFO"), (2**16, "WARNING")])
+def test_a_budget_in_which_no_row_has_its_full_length_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_model_len: int, level: str
+) -> None:
+    folder = write_model(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**16}))
+    with caplog.at_level(logging.INFO, logger="mlxd"):
+        load(folder, budget="1MiB", max_model_len=max_model_len)
+    (told,) = (record for record in caplog.records if record.message.startswith("rows at once: "))
+    assert told.levelname == level
+    assert told.message.startswith("rows at once: 0 of ") is (level == "WARNING")
+
+
 def test_a_model_that_is_right_only_alone_is_served_one_row_at_a_time_and_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
