@@ -1,11 +1,13 @@
 """Prefill beside attention that keeps its pools: it writes into them, or waits until nothing holds them."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from cpu_kernel import use_numpy_kernels
+from scheduling import World, answer_of, make_config, submission
 from tiny_models import Rig, make_rig, oracle, prompt_of, stored_bytes
 
 from mlxd.batching.driver import Driver
@@ -13,6 +15,7 @@ from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import PrefillChunk, RestoredPage, StepPlan
 from mlxd.batching.row import Row
 from mlxd.caches.quantization import Quantization
+from mlxd.scheduler.events import Finished, RequestKey
 
 FAMILY, OUTPUT = "llama/64", 12
 ODD = "llama"
@@ -210,3 +213,28 @@ def test_what_is_written_in_place_is_stored_as_what_replaces_pools(family: str) 
             rig.runner._writer = None
         stored.append([stored_bytes(rig, row, len(row.prompt) - 1) for row in serve(rig)[1:]])
     assert stored[0] == stored[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_are_cancelled_preempted_and_begin_with_known_pages_leave_the_others_right(
+    family: str,
+) -> None:
+    """Their pages are handed on while steps are in flight, and zeroed beside chunks that are written."""
+    rig = make_rig(family, "kernel", page_size=16, budget_bytes=5 * 2**17)
+    world = World(make_config(overcommit=8.0), rig.runner)
+    document = prompt_of(60, seed=9)
+    asked = {str(i): (*document[: 7 * i % 53], *prompt_of(1 + i % 9, seed=i)) for i in range(24)}
+    for i, (name, prompt) in enumerate(asked.items()):
+        world.submit(submission(name, prompt, max_tokens=9 + i % 13, temperature=0.0))
+        for _ in range(i % 4):
+            world.turn()
+        if i % 6 == 5:
+            world.cancel(RequestKey("acme", str(i - 1)))
+    world.run()
+    ends = {event.key.request_id: event.outcome for event in world.events if isinstance(event, Finished)}
+    assert Counter(ends.values()) == {"length": 20, "cancelled": 4}
+    assert any(step.preemptions for step in world.tape.steps)
+    assert any(sum(step.prefix_hit_tokens.values()) for step in world.tape.steps)
+    for name, prompt in asked.items():
+        drawn = tuple(answer_of(world, name)[0])
+        assert drawn == oracle(family, prompt, len(drawn)).tokens

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from cpu_kernel import use_numpy_kernels
 from kind_runners import LATE, runner_of
 from scheduling import make_config, make_tenant, submission
 from starving import Play, play
@@ -28,10 +29,16 @@ RIGS: dict[str, dict[str, Any]] = {
     "mistral": {"attention": "gathered"},
     "llama/64": {"attention": "in_place", "quantization": PACKED},
     "gemma3_text/64": {"attention": "in_place", "quantization": LATE},
+    "gpt_oss/64": {"attention": "kernel", "page_size": 16},
 }
 KINDS = (*RIGS, "qwen3_next", "mamba2", "jamba", "gemma3n")
 SHARES = (0.1, 0.35, 0.6, 0.85)
 """Of the run's calls of MLX, the one that fails."""
+
+
+@pytest.fixture(autouse=True)
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_numpy_kernels(monkeypatch)
 
 
 @cache
