@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +11,7 @@ from cpu_kernel import use_numpy_kernels
 from scheduling import World, answer_of, make_config, submission
 from tiny_models import Rig, make_rig, oracle, prompt_of, stored_bytes
 
+from mlxd.batching import chunk_kernel
 from mlxd.batching.driver import Driver
 from mlxd.batching.mlx_step import MlxStep
 from mlxd.batching.plan import PrefillChunk, RestoredPage, StepPlan
@@ -201,6 +203,27 @@ def serve(rig: Rig) -> list[Row]:
 @pytest.mark.parametrize("attention", ["kernel", "in_place"])
 def test_rows_that_are_prefilled_beside_others_draw_what_mlx_lm_draws(family: str, attention: str) -> None:
     for row in serve(rig_of(family, attention)):
+        assert tuple(row.output) == oracle(family, tuple(row.prompt), len(row.output)).tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_evaluation_reads_what_it_writes_in_place(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX sees no order between the two; here all is written last."""
+    write, evaluate = chunk_kernel.kernel(), mx.async_eval
+    waiting: list[dict[str, Any]] = []
+
+    def launch(**arguments: Any) -> list[mx.array]:
+        waiting.append(arguments)
+        return [mx.zeros((1,))]
+
+    def evaluate_and_write(*arrays: mx.array) -> None:
+        evaluate(*arrays)
+        while waiting:
+            write(**waiting.pop())
+
+    monkeypatch.setattr(chunk_kernel, "kernel", lambda: launch)
+    monkeypatch.setattr(mx, "async_eval", evaluate_and_write)
+    for row in serve(rig_of(family)):
         assert tuple(row.output) == oracle(family, tuple(row.prompt), len(row.output)).tokens
 
 
