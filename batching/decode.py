@@ -197,8 +197,7 @@ class DecodeStep:
         arrays: list[mx.array] = []
         for group in self._groups:
             if group.changed:
-                # What numpy gave may stay in the host's memory, far from CUDA; a result does not.
-                self._tables[group.spec.name] = mx.array(group.table) + 0, mx.array(group.start)
+                self._tables[group.spec.name] = mx.array(group.table), mx.array(group.start)
                 group.changed = False
             arrays += self._tables[group.spec.name]
         return arrays

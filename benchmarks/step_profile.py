@@ -9,6 +9,7 @@ records cost the host time, so `step_ms` is longer than without. Prints JSON lin
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from collections import defaultdict
@@ -23,9 +24,8 @@ from options import Parser, add_out, add_page_size, models, number_from, numbers
 _WARM_STEPS = 10
 _PARTS = {
     "attention": ("mlxd_whole", "mlxd_part", "mlxd_join"),
-    "addition and norm": ("mlxd_norm", "mlxd_add"),
     "norm": ("rms_norm",),
-    "products": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "qmv", "qmm"),
+    "products": ("mlxd_product", "gemm", "gemv", "nvjet", "cutlass", "splitk", "qmv", "qmm"),
     "sampling": ("argreduce", "arg_reduce", "logsumexp", "softmax", "sort"),
 }
 """Of a step, by what the names of their kernels hold, in small letters."""
@@ -73,7 +73,9 @@ def busy_us(kernels: Sequence[Kernel]) -> float:
 
 
 def by_name(kernels: Sequence[Kernel], num_steps: int) -> list[Line]:
-    """A line for each kernel, the longest in all first: launches a step and microseconds a launch."""
+    """A line for each kernel, the longest in all first: launches a step, microseconds of the median launch and
+    of the longest, and milliseconds a step.
+    """
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for kernel in kernels:
         times[kernel.part, kernel.name].append(kernel.us)
@@ -82,7 +84,8 @@ def by_name(kernels: Sequence[Kernel], num_steps: int) -> list[Line]:
             "part": part,
             "kernel": name,
             "launches": round(len(us) / num_steps, 2),
-            "us": round(sum(us) / len(us), 2),
+            "us": round(statistics.median(us), 2),
+            "longest_us": round(max(us), 2),
             "ms_a_step": round(sum(us) / num_steps / 1e3, 4),
         }
         for (part, name), us in times.items()

@@ -14,6 +14,7 @@ sys.path.append(str(BENCHMARKS))
 
 import azure  # noqa: E402
 import plots  # noqa: E402
+import step_profile  # noqa: E402
 from decode import Case  # noqa: E402
 from decode_table import print_table  # noqa: E402
 from entry import BenchmarkError  # noqa: E402
@@ -264,3 +265,25 @@ def test_a_run_that_was_broken_off_is_told_where_it_lacks_a_side(name: str, tmp_
 def test_where_nothing_was_measured_there_is_nothing_to_draw(name: str, tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match="there is nothing to draw: no line of kind"):
         getattr(plots, f"draw_{name}")([{"kind": "machine"}, {"kind": "skipped"}], tmp_path / name)
+
+
+def test_kernels_of_a_step_are_summed_by_what_they_do() -> None:
+    product = "custom_kernel_mlxd_product_1a_2"
+    kernels = [
+        step_profile.Kernel(product, 0.0, 10.0),
+        step_profile.Kernel("rms_norm_small", 8.0, 4.0),  # beside the one before
+        step_profile.Kernel(product, 20.0, 30.0),
+        step_profile.Kernel("binary_vv<Add>", 60.0, 5.0),
+    ]
+    assert step_profile.busy_us(kernels) == 12.0 + 30.0 + 5.0
+    first, *others = step_profile.by_name(kernels, num_steps=2)
+    assert first == {
+        "part": "products",
+        "kernel": product,
+        "launches": 1.0,
+        "us": 20.0,
+        "longest_us": 30.0,
+        "ms_a_step": 0.02,
+    }
+    assert {line["part"] for line in others} == {"norm", "other"}
+    assert step_profile.by_part([first, *others]) == {"norm": 0.002, "other": 0.003, "products": 0.02}
