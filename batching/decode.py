@@ -116,13 +116,6 @@ class DecodeStep:
         self.compiled_steps = 0
         self.eager_steps = 0
 
-    def reset(self) -> None:
-        """No graph is wanted, and no page table on the device, whose evaluation may be what failed."""
-        self.wanted.clear()
-        self._tables.clear()
-        for group in self._groups:
-            group.changed = True
-
     @property
     def num_traces(self) -> int:
         """Of all graphs, those that failed among them."""

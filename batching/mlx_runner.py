@@ -93,7 +93,7 @@ class MlxRunner:
         """
         self._batch = Batch(self.info.vocab_size)
         self._launched = None
-        self.step.reset()
+        self.step.wanted.clear()
         with allocating():
             self._whole.reset()
             mx.clear_cache()

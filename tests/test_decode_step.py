@@ -227,21 +227,6 @@ def test_a_row_that_is_not_finite_fails_alone_and_leaves_no_trace_in_its_pages(a
         assert tuple(row.output) == oracle("gemma3_text", tuple(row.prompt), 14).tokens
 
 
-def test_page_tables_of_a_step_that_may_have_failed_are_not_used_again() -> None:
-    rig = make_rig("llama")
-    driver = rig.driver()
-    driver.join(prompt_of(5))
-    driver.prefill()
-    tables = []
-    for _ in range(2):
-        driver.decode()
-        tables.append(rig.runner.step._tables["full"])
-    assert tables[0] is tables[1]
-    rig.runner.reset()
-    driver.decode()
-    assert all(new is not old for new, old in zip(rig.runner.step._tables["full"], tables[1], strict=True))
-
-
 def test_arrays_that_a_model_keeps_are_not_changed_by_later_steps() -> None:
     """Models keep a handle of `cache.offset`; a step gets new arrays, it does not move the old ones."""
     rig = make_rig("llama")
