@@ -73,8 +73,8 @@ def busy_us(kernels: Sequence[Kernel]) -> float:
 
 
 def by_name(kernels: Sequence[Kernel], num_steps: int) -> list[Line]:
-    """A line for each kernel, the longest in all first: launches a step, microseconds of the median launch and
-    of the longest, and milliseconds a step.
+    """A line for each kernel, the longest in all first: launches a step, microseconds of the median launch
+    and of the longest one, and milliseconds a step.
     """
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for kernel in kernels:
