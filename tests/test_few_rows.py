@@ -97,6 +97,17 @@ def test_a_model_keeps_its_parameters() -> None:
     assert type(model.odd) is nn.Linear
 
 
+def test_a_layer_whose_bias_is_of_another_type_is_left_alone() -> None:
+    def mixed() -> nn.Module:
+        model = Model()
+        model.first.bias = model.first.bias.astype(mx.bfloat16)
+        return model
+
+    model, _, note = rewritten(mixed)
+    assert note == "by a kernel in 2 layers"
+    assert type(model.first) is nn.Linear
+
+
 def test_packed_layers_are_left_alone() -> None:
     def packed() -> nn.Module:
         model = Model()
