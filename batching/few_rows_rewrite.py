@@ -63,7 +63,8 @@ def _layers_with_cases(model: nn.Module) -> list[nn.Module]:
     for module in {id(module): module for module in model.modules()}.values():
         if _is_known(type(module)):
             weight, bias = module.weight, module.get("bias")
-            case = ProductCase(*weight.shape, weight.dtype, has_bias=bias is not None)
+            outputs, inner = weight.shape
+            case = ProductCase(outputs, inner, weight.dtype, has_bias=bias is not None)
             if case.is_supported and (bias is None or bias.dtype == weight.dtype):
                 module.product = case
                 layers.append(module)
