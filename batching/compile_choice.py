@@ -1,12 +1,13 @@
 """Whether a step is compiled or eager: chosen by timing whole steps at start."""
 
+from collections.abc import Callable
 from functools import partial
 
 from mlxd.batching.device import on_cpu
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import Progress, ignore_progress
 from mlxd.batching.sampling_params import GREEDY
-from mlxd.batching.timing import TimeBox, by_turns, nearest_measured, outside_in
+from mlxd.batching.timing import TimeBox, by_rows, nearest_measured
 from mlxd.batching.tuning import row_buckets, typical_widths
 from mlxd.caches.sizing import MemoryPlan
 
@@ -27,22 +28,19 @@ def choose_compiled(
     """
     step = runner.step
     buckets = row_buckets(runner.info.max_batch)
-    times: dict[int, dict[str, float]] = {}
-    for rows in outside_in(buckets):
-        if box.is_over:
-            break
-        progress("tune", 0.5 + len(times) / len(buckets) / 4)
+
+    def runs_at(rows: int) -> dict[str, Callable[[], float]]:
         run = partial(_step_s, runner, memory, bucket=rows)
-        runs = {
+        return {
             "compiled": partial(run, rows, compiled=True),
             "eager": partial(run, usual_rows(rows), compiled=False),
         }
-        times[rows] = by_turns(runs, _TURNS, box)
+
+    times = by_rows(buckets, runs_at, _TURNS, box, lambda done: progress("tune", 0.5 + done / 4))
     measured = nearest_measured(times, buckets if times else ())
-    eager = {rows for rows, by in measured.items() if by["eager"] < by["compiled"]}
-    step.eager_at = frozenset(eager)
-    step.enabled = len(eager) < len(buckets) if times else not on_cpu()
-    return dict(sorted(times.items()))
+    step.eager_at = frozenset(rows for rows, by in measured.items() if by["eager"] < by["compiled"])
+    step.enabled = len(step.eager_at) < len(buckets) if times else not on_cpu()
+    return times
 
 
 def usual_rows(bucket: int) -> int:

@@ -15,6 +15,7 @@ from mlxd.caches.model_faults import MODEL_FAULTS, summary_of
 logger = logging.getLogger(__name__)
 
 _FEWER_ROWS = 3, 16
+_NOTHING_KNOWN = "by MLX: no layers that the kernel knows"
 
 
 def multiply_few_rows(model: nn.Module, dtype: mx.Dtype) -> str:
@@ -27,11 +28,13 @@ def multiply_few_rows(model: nn.Module, dtype: mx.Dtype) -> str:
     """
     if not product_kernel.is_available():
         return "by MLX: there is a kernel for CUDA alone"
+    was = [(layer, type(layer)) for layer in _layers_with_cases(model)]
+    if not was:
+        return _NOTHING_KNOWN
     try:
         expected = logprobs(model, TOGETHER)
     except MODEL_FAULTS as error:
         return f"by MLX: {summary_of(error)}"
-    was = [(layer, type(layer)) for layer in _layers_with_cases(model)]
     for layer, kind in was:
         layer.__class__ = _multiplying(kind)
     with own_products():
@@ -44,7 +47,7 @@ def multiply_few_rows(model: nn.Module, dtype: mx.Dtype) -> str:
     if fault is not None:
         logger.warning("products of few rows are MLX's: %s", fault)
         return f"by MLX: {fault}"
-    return f"by a kernel in {len(served)} layers" if served else "by MLX: no layers that the kernel knows"
+    return f"by a kernel in {len(served)} layers" if served else _NOTHING_KNOWN
 
 
 def _is_known(kind: type[nn.Module]) -> bool:

@@ -7,7 +7,7 @@ from mlxd.batching.decode import DecodeStep
 from mlxd.batching.mlx_runner import MlxRunner
 from mlxd.batching.runner import Progress, ignore_progress
 from mlxd.batching.sampling_params import GREEDY
-from mlxd.batching.timing import TimeBox, by_turns, nearest_measured, outside_in
+from mlxd.batching.timing import TimeBox, by_rows, nearest_measured
 from mlxd.batching.tuning import row_buckets, typical_widths
 from mlxd.caches.sizing import MemoryPlan
 
@@ -27,18 +27,16 @@ def choose_products(
     """
     step = runner.step
     buckets = [rows for rows in row_buckets(runner.info.max_batch) if rows in step.own_products]
-    times: dict[int, dict[str, float]] = {}
-    for rows in outside_in(buckets) if buckets else ():
-        if box.is_over:
-            break
-        progress("tune", 0.8)
+
+    def runs_at(rows: int) -> dict[str, Callable[[], float]]:
         run = partial(_step_s, step, rows, partial(runner.trace, rows, typical_widths(memory, rows), GREEDY))
-        runs = {"kernel": partial(run, are_own=True), "mlx": partial(run, are_own=False)}
-        times[rows] = by_turns(runs, _TURNS, box)
+        return {"kernel": partial(run, are_own=True), "mlx": partial(run, are_own=False)}
+
+    times = by_rows(buckets, runs_at, _TURNS, box, lambda done: progress("tune", 0.75 + done / 4))
     if times:
         measured = nearest_measured(times, buckets)
         step.own_products = frozenset(rows for rows, by in measured.items() if by["kernel"] <= by["mlx"])
-    return dict(sorted(times.items()))
+    return times
 
 
 def _step_s(step: DecodeStep, rows: int, run: Callable[[], float], *, are_own: bool) -> float:

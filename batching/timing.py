@@ -55,10 +55,31 @@ def by_turns(runs: Mapping[str, Callable[[], float]], turns: int, box: TimeBox) 
     return {name: min(seconds[1:]) for name, seconds in times.items()}
 
 
+def by_rows(
+    buckets: Sequence[int],
+    runs_at: Callable[[int], Mapping[str, Callable[[], float]]],
+    turns: int,
+    box: TimeBox,
+    progress: Callable[[float], None],
+) -> dict[int, dict[str, float]]:
+    """As `by_turns`, of each row bucket that is reached in time, from the outside in.
+
+    Args:
+        runs_at: what is timed at so many rows.
+        progress: told the part of the buckets that is done.
+    """
+    times: dict[int, dict[str, float]] = {}
+    for rows in outside_in(buckets):
+        if box.is_over:
+            break
+        progress(len(times) / len(buckets))
+        times[rows] = by_turns(runs_at(rows), turns, box)
+    return dict(sorted(times.items()))
+
+
 def outside_in(values: Sequence[int]) -> list[int]:
     """Last, first, then the middle: the most telling ones first."""
-    ends = [values[-1], values[0]] if len(values) > 1 else [values[0]]
-    return ends + list(values[1:-1])
+    return [*values[-1:], *values[:1], *values[1:-1]] if len(values) > 1 else list(values)
 
 
 def nearest_measured(times: Mapping[int, _Measured], buckets: Iterable[int]) -> dict[int, _Measured]:

@@ -17,15 +17,14 @@
 #include <random>
 #include <vector>
 
+#include "graph_time.cuh"
 #include "warp_products.cu"
 #include "weighted_sums.cu"
 #include "rotary_heads.cu"
 #include "page_cells.cu"
 #include "attention_kernel.cu"
 
-using Number = __nv_bfloat16;
-
-constexpr int kKvHeads = 8, kGroup = 4, kPage = 64, kShortest = 32, kCalls = 20;
+constexpr int kKvHeads = 8, kGroup = 4, kPage = 64, kShortest = 32;
 constexpr int kWeights = 1 << 22, kSets = 8, kSharedBytes = 200 * 1024;  // 16-byte words of a layer, and layers
 
 template <int DIM>
@@ -62,30 +61,9 @@ __global__ void join(Layer<DIM> layer, int parts) {
   mlxd::join<DIM>(layer.sums, layer.stats, parts, mlxd::Whole<Number, Number, false>{layer.out, nullptr});
 }
 
-__global__ void fill(Number* numbers, size_t count) {
-  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
-    numbers[i] = __float2bfloat16(float(uint32_t(i) * 2654435761u >> 16) / 32768.0f - 1.0f);
-  }
-}
-
-__global__ void read(const uint4* words, size_t count, uint32_t* out) {
-  uint32_t sum = 0;
-  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
-    sum ^= words[i].x ^ words[i].y ^ words[i].z ^ words[i].w;
-  }
-  if (sum == 1) *out = sum;  // or nothing would be read
-}
-
-template <typename T>
-T* device(size_t count) {
-  T* memory = nullptr;
-  if (cudaMalloc(&memory, count * sizeof(T)) != cudaSuccess) std::exit(1);
-  return memory;
-}
-
 Number* numbers(size_t count) {
   Number* memory = device<Number>(count);
-  fill<<<1024, 256>>>(memory, count);
+  fill<<<1024, 256>>>(memory, count, 0);
   return memory;
 }
 
@@ -106,29 +84,11 @@ float* random_turns(size_t rows, int dims) {
   return memory;
 }
 
-// Of each of kCalls launches, all in one graph.
 template <typename Launch>
-float median_us(Launch launch) {
-  cudaEvent_t begun, ended;
-  cudaEventCreate(&begun), cudaEventCreate(&ended);
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t steps;
-  cudaStreamCreate(&stream);
-  cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
-  for (int i = 0; i < kCalls; i++) launch(i, stream);
-  cudaStreamEndCapture(stream, &graph);
-  cudaGraphInstantiate(&steps, graph, 0);
-  std::vector<float> times;
-  for (int repeat = 0; repeat < 16; repeat++) {
-    float ms = 0;
-    cudaEventRecord(begun, stream), cudaGraphLaunch(steps, stream), cudaEventRecord(ended, stream);
-    cudaEventSynchronize(ended), cudaEventElapsedTime(&ms, begun, ended);
-    if (repeat) times.push_back(1000 * ms / kCalls);
-  }
-  if (cudaGetLastError() != cudaSuccess) std::exit(1);
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
+float time_us(Launch launch) {
+  const float us = median_us(launch);
+  if (us < 0) std::exit(1);
+  return us;
 }
 
 // What comes between two attentions.
@@ -178,7 +138,7 @@ void measure(const Weights& weights, int rows, int columns, int parts) {
       join<DIM><<<dim3(heads, rows), DIM, 0, stream>>>(layer, parts);
     }
   };
-  const float us = median_us(step) - median_us([&](int i, cudaStream_t stream) { weights.pass(i, stream); });
+  const float us = time_us(step) - time_us([&](int i, cudaStream_t stream) { weights.pass(i, stream); });
   const double bytes = 4.0 * rows * columns * kKvHeads * DIM;
   std::printf("%3d %4d %6d %3d %2d %8.1f %6.0f\n", DIM, rows, columns, parts, WARPS, us, bytes / us / 1000);
   for (auto& layer : layers) cudaFree(layer.keys.numbers), cudaFree(layer.values.numbers);
@@ -188,7 +148,7 @@ int main() {
   const size_t words = size_t(1) << 28;
   const auto* memory = reinterpret_cast<const uint4*>(numbers(8 * words));
   uint32_t* out = device<uint32_t>(1);
-  const float us = median_us([&](int, cudaStream_t stream) { read<<<2112, 512, 0, stream>>>(memory, words, out); });
+  const float us = time_us([&](int, cudaStream_t stream) { read<<<2112, 512, 0, stream>>>(memory, words, out); });
   std::printf("read %.0f GB/s\n", 16 * words / us / 1000);
   const Weights weights;
   measure<64, 8>(weights, 1, 544, 1);

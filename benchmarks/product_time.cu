@@ -4,7 +4,7 @@
 //   /tmp/product_time
 //
 // bfloat16, ROWS rows, the layers of Llama 3.2 1B and 3.1 8B with joined projections, one weight after another,
-// more of them than a cache holds. JSON lines: the variant, blocks, registers of a lane and microseconds (median of 11
+// more of them than a cache holds. JSON lines: the variant, blocks, registers of a lane and microseconds (median of 15
 // times a graph of 20 launches); then the best variant of each shape, with GB/s of the weight read, and what its worst
 // number is off, in parts of the largest one. The first line is the rate at which a kernel that only reads goes through
 // 2 GiB. With -DCUBLAS and -lcublas, cuBLAS's times beside them.
@@ -20,12 +20,11 @@
 #include <cublas_v2.h>
 #endif
 
+#include "graph_time.cuh"
 #include "warp_products.cu"
 #include "product_kernel.cu"
 
-using Number = __nv_bfloat16;
-
-constexpr int kRows = ROWS, kCalls = 20;
+constexpr int kRows = ROWS;
 constexpr size_t kNumbers = size_t(1) << 30;  // of all weights together
 
 struct Shape {
@@ -58,56 +57,6 @@ __global__ void plainly(mlxd::Product<Number> product, float* y) {
            static_cast<float>(product.weight[size_t(output) * product.inner + i]);
   }
   y[size_t(row) * product.outputs + output] = sum;
-}
-
-__global__ void fill(Number* numbers, size_t count, uint32_t seed) {
-  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
-    uint32_t bits = (uint32_t(i) + seed) * 2654435761u;
-    bits = (bits ^ bits >> 15) * 2246822519u;
-    numbers[i] = __float2bfloat16(float(bits >> 16) / 32768.0f - 1.0f);
-  }
-}
-
-__global__ void read(const uint4* words, size_t count, uint32_t* out) {
-  uint32_t sum = 0;
-  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
-    sum ^= words[i].x ^ words[i].y ^ words[i].z ^ words[i].w;
-  }
-  if (sum == 1) *out = sum;  // or nothing would be read
-}
-
-template <typename T>
-T* device(size_t count) {
-  T* memory = nullptr;
-  if (cudaMalloc(&memory, count * sizeof(T)) != cudaSuccess) std::exit(1);
-  return memory;
-}
-
-// launch: of a call on a stream. Less than 0 where it does not run.
-template <typename Launch>
-float median_us(Launch launch) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t calls;
-  cudaEvent_t begun, ended;
-  cudaStreamCreate(&stream), cudaEventCreate(&begun), cudaEventCreate(&ended);
-  cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed);
-  for (int i = 0; i < kCalls; i++) launch(i, stream);
-  cudaStreamEndCapture(stream, &graph);
-  if (cudaGraphInstantiate(&calls, graph, 0) != cudaSuccess) return -1;
-  std::vector<float> times;
-  for (int repeat = 0; repeat < 12; repeat++) {
-    float ms = 0;
-    cudaEventRecord(begun, stream);
-    cudaGraphLaunch(calls, stream);
-    cudaEventRecord(ended, stream), cudaEventSynchronize(ended), cudaEventElapsedTime(&ms, begun, ended);
-    if (repeat) times.push_back(1000 * ms / kCalls);
-  }
-  cudaGraphExecDestroy(calls), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
-  cudaEventDestroy(begun), cudaEventDestroy(ended);
-  if (cudaGetLastError() != cudaSuccess) return -1;
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
 }
 
 float largest(const std::vector<float>& numbers) {

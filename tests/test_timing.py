@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from mlxd.batching import timing
-from mlxd.batching.timing import TimeBox, by_turns, nearest_measured, outside_in
+from mlxd.batching.timing import TimeBox, by_rows, by_turns, nearest_measured, outside_in
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_turns_go_on_while_there_is_time_and_the_first_does_not_count(
 
 
 @pytest.mark.parametrize(
-    ("values", "order"), [([1], [1]), ([1, 2], [2, 1]), ([1, 2, 4, 8], [8, 1, 2, 4])], ids=str
+    ("values", "order"), [([], []), ([1], [1]), ([1, 2], [2, 1]), ([1, 2, 4, 8], [8, 1, 2, 4])], ids=str
 )
 def test_ends_come_first(values: list[int], order: list[int]) -> None:
     assert outside_in(values) == order
@@ -65,3 +65,18 @@ def test_ends_come_first(values: list[int], order: list[int]) -> None:
 
 def test_what_was_not_measured_has_its_nearest() -> None:
     assert nearest_measured({1: "a", 32: "b"}, [1, 2, 16, 32]) == {1: "a", 2: "a", 16: "a", 32: "b"}
+
+
+def test_buckets_are_timed_from_the_outside_in_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    box, seen, told = TimeBox(60.0), [], []
+
+    def run(rows: int) -> float:
+        seen.append(rows)
+        if rows == 1:
+            monkeypatch.setattr(TimeBox, "is_over", True)
+        return float(rows)
+
+    found = by_rows([1, 2, 4, 8], lambda rows: {"a": lambda: run(rows)}, 2, box, told.append)
+    assert found == {1: {"a": 1.0}, 8: {"a": 8.0}}
+    assert seen == [8, 8, 8, 1, 1]
+    assert told == [0.0, 0.25]
